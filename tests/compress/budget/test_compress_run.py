@@ -65,6 +65,10 @@ def test_what_each_cut_costs_is_measured_once(run, tmp_path):
     assert all(row["saved"] > 0 and row["speed"] > 0 and row["error"] >= 0 for row in rows)
     assert {row["units"] for row in rows if row["kind"] == "ffn"} == {32, 64}
     assert len(said) == len(rows)
+    times = first.record["time"]
+    assert times["step"]["how"] == "the last 29 steps of the run"
+    assert {f"recovered-{plan.name}" for plan in plans} | {"exports"} == set(times["predicted"]["stages"])
+    assert 0 < times["measured"]["sensitivities"] < 120
     again = compression(run, tmp_path / "out", settings_of(), said)
     assert [plan.name for plan in again.plan()] == [plan.name for plan in plans]
     assert len(said) == len(rows), "measured again"
@@ -171,6 +175,7 @@ def test_the_command_line(run, tmp_path, capsys):
     assert cli(["compress", str(run), "--budget", "20%", "--dry-run", *options]) == 0
     shown = capsys.readouterr().out
     assert "largest cut first" in shown
+    assert "all stages: about " in shown
     assert "ffn-32" in shown
     assert [path.name for path in out.iterdir()] == ["compress.json"]
     assert cli(["compress", str(run), "--budget", "0%", *options]) == 2
@@ -264,8 +269,24 @@ def test_a_run_is_compressed_inside_its_budget(run, tmp_path):
     assert read_config(out / best["folder"]).ffn_dim == best["units"]["ffn"][1]
     assert {name.partition("-")[0] for name in record["controls"]} == {"teacher", "alone", "scratch"}
     assert {row["target"]: row["state"] for row in record["artefacts"]} == {"fp8": "ran"}
+    times, stages = record["time"], set(record["time"]["predicted"]["stages"])
+    ran = {
+        "sensitivities",
+        "control-teacher",
+        "control-alone",
+        "control-scratch",
+        "exports",
+        f"recovered-{record['chosen']}",
+    }
+    assert ran <= set(times["measured"]) <= stages | {"sensitivities"}
     page = render_compression(record)
-    for text in ("Map of layers", "control: the run itself", "Loss by domain", verdict_of(record)[:30]):
+    for text in (
+        "Map of layers",
+        "control: the run itself",
+        "Loss by domain",
+        "Time of the stages",
+        verdict_of(record)[:30],
+    ):
         assert text in page
     lines = len(said)
     before = json.loads((out / "compress.json").read_text())

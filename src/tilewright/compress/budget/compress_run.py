@@ -7,6 +7,7 @@ smaller one. What the artefacts round away counts too; where that is too much, t
 integers. A cut whose numbers are not finite, before or after recovery, is left out.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ import torch
 
 from tilewright.compress.budget.artefacts import judged, missed
 from tilewright.compress.budget.candidates import CutPlan, by_halves, cut_plans
+from tilewright.compress.budget.hours import EXPORTS, MEASURING, pace_of, predicted_seconds, timed
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
 from tilewright.compress.budget.record import FILE, Record, asked_of, record_of, write_record
@@ -33,6 +35,7 @@ from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prune.prune import prune
 from tilewright.core.errors import ConfigError, FitError, NumericsError
 from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.distill.hidden import pairs_of
 from tilewright.training.components.dataset import held_out
 from tilewright.training.components.teacher import weights_hash
 
@@ -63,7 +66,9 @@ class Compression:
         self.source.model.check_save_hf(torch.bfloat16)
         self.model: Any = self.source.model
         self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
+        began = time.perf_counter()
         self.whole = row_losses_of(self.model, self.batches)
+        self._held_out_s = time.perf_counter() - began
         if not self.whole.domains:
             raise ConfigError(
                 "No held-out rows to measure the budget on",
@@ -84,10 +89,11 @@ class Compression:
             NumericsError: no cut has finite losses.
         """
         if "sensitivity" not in self.record:
-            found = sensitivities(
-                self.model, self.whole, self.batches, self.settings.kinds, self.settings.importance,
-                self._training_batches(), self.say, self.record, refit=self.settings.refit,
-            )  # fmt: skip
+            with timed(self.record, MEASURING):
+                found = sensitivities(
+                    self.model, self.whole, self.batches, self.settings.kinds, self.settings.importance,
+                    self._training_batches(), self.say, self.record, refit=self.settings.refit,
+                )  # fmt: skip
             self.record["sensitivity"] = [cost.to_json() for cost in found]
         if "seconds" not in self.record:
             self.record["seconds"] = seconds_beside(self.model, self.model)[1]
@@ -107,8 +113,25 @@ class Compression:
                 where="--budget",
             )
         self.record["plans"] = [plan.to_json() for plan in plans]
+        self._predict_seconds(plans, len(costs))
         write_record(self.out, self.record)
         return plans
+
+    def _predict_seconds(self, plans: Sequence[CutPlan], cuts: int) -> None:
+        """Of the stages, once: into the record."""
+        times = self.record.setdefault("time", {})
+        if "predicted" in times:
+            return
+        pace = pace_of(self.source, self._training_batches()[0])
+        times["step"] = {"seconds": pace.step_s, "how": pace.how}
+        times["predicted"] = predicted_seconds(
+            plans, self.settings, pace,
+            cut_s=times.get("measured", {}).get(MEASURING, 0.0) / max(cuts, 1),
+            held_out_s=self._held_out_s,
+            run_steps=self.source.recipe.train.steps,
+            taught=self.taught,
+            reads_kept=not pairs_of(self.source.recipe.distill),
+        )  # fmt: skip
 
     def run(self) -> Record:
         """All stages; the record.
@@ -120,7 +143,8 @@ class Compression:
         """
         plans = self.plan()
         if self.settings.controls != "none":
-            self._control("teacher")
+            with timed(self.record, "control-teacher"):
+                self._control("teacher")
         chosen, rows = by_halves(plans, self.settings.tries, self._inside), self.record["recovered"]
         if not rows:
             raise self._not_finite()
@@ -141,7 +165,8 @@ class Compression:
 
     def _inside(self, plan: CutPlan) -> bool:
         """True if a cut is inside the budget after recovery."""
-        row = unless_not_finite(self.record, plan.name, self.say, partial(self._recovered, plan))
+        with timed(self.record, f"recovered-{plan.name}"):
+            row = unless_not_finite(self.record, plan.name, self.say, partial(self._recovered, plan))
         write_record(self.out, self.record)
         if row is None:
             return False
@@ -195,7 +220,8 @@ class Compression:
         names = ("alone", "scratch") if self.taught else ("scratch",)  # recovery without a teacher is the same stage
         for name in names if self.settings.controls == "all" else ():
             key = f"{name}-{best['name']}"
-            unless_not_finite(self.record, key, self.say, partial(self._control, name, best))
+            with timed(self.record, f"control-{name}"):
+                unless_not_finite(self.record, key, self.say, partial(self._control, name, best))
 
     def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
         """The row of a control: of the run itself, or of a cut."""
@@ -231,12 +257,15 @@ class Compression:
     def _export(self, best: Record) -> None:
         """Artefacts of the recovered run; where rounding takes one out of the budget, of that run trained for it."""
         targets = self.settings.targets
-        rows = self._artefacts(best, targets)
+        with timed(self.record, EXPORTS):
+            rows = self._artefacts(best, targets)
         for integers, outside in missed(rows, targets).items():
             name = f"{integers}-{best['name']}"
-            made = unless_not_finite(self.record, name, self.say, partial(self._trained, best, integers))
+            with timed(self.record, f"trained-{integers}"):
+                made = unless_not_finite(self.record, name, self.say, partial(self._trained, best, integers))
             if made is not None:
-                self._artefacts(made, outside)
+                with timed(self.record, f"{EXPORTS}-{integers}"):
+                    self._artefacts(made, outside)
 
     def _artefacts(self, made: Record, targets: Sequence[Target]) -> list[Record]:
         """Of a run, each with the loss over the run that was compressed. Those that an earlier command proved, and

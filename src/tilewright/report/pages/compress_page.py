@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.compress.budget.hours import PROOF_S
 from tilewright.compress.budget.rises import NEAR, near_in_time, ruling
-from tilewright.core.units import format_bytes
+from tilewright.core.units import format_bytes, format_seconds
 from tilewright.report.template import fill
 
 _CONTROLS = {
@@ -69,6 +70,8 @@ def render_compression(record: Mapping[str, Any]) -> str:
     tables = [_stages(record), _domains(record), _sensitivity(record), _times(record), _layers(record)]
     if record.get("artefacts"):
         tables.insert(1, _artefacts(record))
+    if "predicted" in record.get("time", ()):
+        tables.append(_hours(record))
     settings = record["settings"]
     asked = f"{record['run']}, {record['checkpoint']}; budget {100 * settings['budget']:g} %, {settings['importance']}"
     return fill(
@@ -174,6 +177,25 @@ def _times(record: Mapping[str, Any]) -> CompressTable:
     )
     columns = ("cut", "predicted", "measured", "away", f"within {100 * NEAR:.0f} %", "predicted", "measured")
     return CompressTable("Time, predicted and measured", lead, columns, rows)
+
+
+def _hours(record: Mapping[str, Any]) -> CompressTable:
+    """Of stages that ran: predicted and measured seconds."""
+    times = record["time"]
+    predicted, measured = times["predicted"]["stages"], times.get("measured", {})
+    rows = [
+        (name, format_seconds(predicted[name]) if name in predicted else "", format_seconds(seconds))
+        for name, seconds in measured.items()
+    ]
+    of_both = [name for name in measured if name in predicted]
+    sums = (format_seconds(sum(those[name] for name in of_both)) for those in (predicted, measured))
+    rows.append(("all that were predicted", *sums))
+    lead = (
+        f"Predicted before anything is trained, from {format_seconds(times['step']['seconds'])} a step "
+        f"({times['step']['how']}), the time of a cut's forward pass, and {PROOF_S:g} s an artefact. Stages that were "
+        "stopped and continued count all their time."
+    )
+    return CompressTable("Time of the stages", lead, ("stage", "predicted", "measured"), rows)
 
 
 def _layers(record: Mapping[str, Any]) -> CompressTable:

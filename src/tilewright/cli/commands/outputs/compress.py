@@ -125,7 +125,8 @@ def _task_of(name: str) -> str:
 
 
 def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
-    from tilewright.core.units import format_bytes
+    from tilewright.compress.budget.hours import in_hours
+    from tilewright.core.units import format_bytes, format_seconds
 
     whole = compression.record["parameters"]
     rows = [
@@ -141,6 +142,9 @@ def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
     measure = "share that is wrong" if compression.record.get("points") else "loss"
     click.echo(f"{measure} {compression.record['loss']:.4f} of {whole:,} parameters; largest cut first")
     show_table(("cut", f"{measure} before recovery", "parameters", "FP32", "time of 32 tokens"), rows)
+    stages = compression.record["time"]["predicted"]["stages"]
+    show_table(("stage", "predicted"), [(name, format_seconds(seconds)) for name, seconds in stages.items()])
+    echo(in_hours(compression.record["time"]))
 
 
 def _write_page(compression: "Compression", out: Path) -> None:
