@@ -188,8 +188,8 @@ def _hours(record: Mapping[str, Any]) -> CompressTable:
         for name, seconds in measured.items()
     ]
     of_both = [name for name in measured if name in predicted]
-    sums = (format_seconds(sum(those[name] for name in of_both)) for those in (predicted, measured))
-    rows.append(("all that were predicted", *sums))
+    before, after = (format_seconds(sum(those[name] for name in of_both)) for those in (predicted, measured))
+    rows.append(("all that were predicted", before, after))
     lead = (
         f"Predicted before anything is trained, from {format_seconds(times['step']['seconds'])} a step "
         f"({times['step']['how']}), the time of a cut's forward pass, and {PROOF_S:g} s an artefact. Stages that were "
