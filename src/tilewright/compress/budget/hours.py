@@ -170,7 +170,7 @@ def predicted_seconds(
 
 
 def in_hours(times: Record) -> str:
-    """What a command will take, in words.
+    """The time of all stages, and of a step, in words.
 
     Example:
         >>> step = {"seconds": 0.45, "how": "the last 50 steps of the run"}
