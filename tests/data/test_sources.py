@@ -21,7 +21,13 @@ from tilewright.data.common.records import text_of
 from tilewright.data.corpus.read import collect
 from tilewright.data.sources.documents import Part, Source, cut
 from tilewright.data.sources.files import SEGMENT_BYTES, user_source
-from tilewright.data.sources.installed import dependency_closure, installed_source, split_docstrings
+from tilewright.data.sources.installed import (
+    _headers,
+    _requires,
+    dependency_closure,
+    installed_source,
+    split_docstrings,
+)
 from tilewright.data.sources.lines import segment_lines
 
 
@@ -178,6 +184,14 @@ def test_installed_text_does_not_depend_on_what_was_imported():
         "assert installed_source().key == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_headers_of_a_distribution_are_those_that_the_library_reads():
+    """All that are installed: name, version and requirements, on which the text depends."""
+    for distribution in metadata.distributions():
+        assert _headers(distribution)["Name"] == distribution.metadata["Name"]
+        assert _headers(distribution)["Version"] == distribution.version
+        assert _requires(distribution) == list(distribution.requires or ())
 
 
 def test_installed_source_lists_without_reading_and_samples(tmp_path):

@@ -15,11 +15,12 @@ import platformdirs
 import tokenizers
 import xxhash
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
 from tilewright.data.chat.load import template_source
 from tilewright.data.chat.pack import pack_chat
-from tilewright.data.common.cache import cached, file_digest
+from tilewright.data.common.cache import cached
 from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import declared_stops, tokenizer_files
@@ -33,7 +34,7 @@ from tilewright.data.dataset.remote.open_far import addresses_of, check_text, op
 from tilewright.data.dataset.remote.prepared_shards import Streaming
 from tilewright.data.engine.shipped.installed import build_entry, build_key, installed_build
 from tilewright.data.sources.files import several_sources, user_source
-from tilewright.data.sources.installed import installed_source
+from tilewright.data.sources.installed import InstalledText, list_installed
 from tilewright.data.sources.wanted import wanted, wanted_validation
 from tilewright.data.stages.dataset import TOKENS
 
@@ -139,7 +140,7 @@ def prepare(
     if sources:
         found = several_sources(sources, field, domains, want)
     else:
-        found = installed_source() if source == INSTALLED else user_source(source, field, domains, want)
+        found = list_installed() if source == INSTALLED else user_source(source, field, domains, want)
     own = user_source(validation, field, want=wanted_validation(format)) if validation and not holdout else None
     if task == "masked_lm" and tokenizer:
         need_mask(load_tokenizer(tokenizer))
@@ -161,11 +162,12 @@ def prepare(
         chat = {"pairs": pairs, "chat_template": chat_template, "model_folder": model_folder}
         stops = declared_stops(Path(model_folder or tokenizer).expanduser()) if model_folder or tokenizer else ()
         key = _key(format, key, template, _CHAT_FORMAT, stops)
+        found = found.source() if isinstance(found, InstalledText) else found
         encoded = cached(root, key, _builder(seconds, build_chat, found, **both, **chat), before)
         rows_key = _key("rows", key, seq_len=seq_len, **kind)
         packed = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len, rows), before)
         return _timed(PreparedChat(encoded, packed, pairs), seconds)
-    if source == INSTALLED and not sources:
+    if isinstance(found, InstalledText):
         build = installed_build(**settings)
         key = _key("text", key, build_key(build))
         unfinished = root / f"{key}.build"
@@ -199,7 +201,7 @@ def _tokenizer_digest(path: str) -> str:
     if not path:
         return ""
     load_tokenizer(path)
-    return "".join(f"{file.name}:{file_digest(file)} " for file in tokenizer_files(Path(path).expanduser()))
+    return "".join(f"{file.name}:{hash_file(file)} " for file in tokenizer_files(Path(path).expanduser()))
 
 
 def _in_own_process(domains: list[str], **rest: Any) -> dict[str, float]:

@@ -6,19 +6,24 @@ Imports no torch: a process of its own that only does this starts at once.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.data.batches.pack import Packing, alone, pack
 from tilewright.data.batches.rows import SPLITS
-from tilewright.data.common.cache import file_digest
 from tilewright.data.common.progress import ProgressBar
 
 INDEX = "shards.json"
 """In a corpus whose training tokens are shards at an address: their index. Each shard is packed by itself."""
+Group = tuple[str, np.ndarray]
+"""A domain, and its documents that are packed together."""
+RowRanges = dict[str, list[int]]
+"""The first row of each domain, and the one behind its last."""
 
 
 def build_rows(
@@ -45,7 +50,7 @@ def build_rows(
     progress.phase("packing")
     table = pq.read_table(corpus / "documents.parquet", columns=["split", "domain", "length"])
     digest = xxhash.xxh3_128(f"{task}\0{seq_len}".encode())
-    ranges: dict[str, dict[str, list[int]]] = {}
+    ranges: dict[str, RowRanges] = {}
     utilisation, shard_rows = 1.0, dict[str, list[int]]()
     for split in SPLITS:
         ours = pc.equal(table["split"], split)  # pyright: ignore[reportAttributeAccessIssue]  # made at import
@@ -54,18 +59,19 @@ def build_rows(
         domain_of = np.array(here["domain"].to_pylist())
         place = pack if rows == "packed" else alone
         in_shards = split == "train" and (corpus / INDEX).exists()
-        groups = _groups_of_shards(corpus / INDEX) if in_shards else _groups_of_domains(domain_of)
+        groups = _groups_of_shards(corpus / INDEX) if in_shards else groups_of_domains(domain_of)
         groups = [(domain, at) for domain, at in groups if not only or domain in only]
-        packing, ranges[split], group_rows = _pack_groups(place, lengths, groups, seq_len, task == "causal_lm")
+        starts = np.cumsum(lengths) - lengths
+        packing, ranges[split], group_rows = pack_groups(
+            place, starts, lengths - (task == "causal_lm"), groups, seq_len
+        )
         if in_shards:
             shard_rows = group_rows
         source = corpus / (INDEX if in_shards else f"{split}.npy")
-        digest.update((file_digest(source) + json.dumps(ranges[split])).encode())
+        digest.update((hash_file(source) + json.dumps(ranges[split])).encode())
         if (corpus / f"{split}.trained.npy").exists():
-            digest.update(file_digest(corpus / f"{split}.trained.npy").encode())
-        for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
-            digest.update(array.tobytes())
-            np.save(folder / f"{split}.{name}.npy", array)
+            digest.update(hash_file(corpus / f"{split}.trained.npy").encode())
+        save_packing(folder, split, packing, digest)
         if split == "train":
             utilisation = packing.utilisation(seq_len)
     summary = json.loads((corpus / "summary.json").read_bytes())
@@ -77,20 +83,8 @@ def build_rows(
     if only:
         summary["domains"] = {name: counts for name, counts in summary["domains"].items() if name in only}
     summary["utilisation"] = round(utilisation, 5)
-    for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
-        for domain in summary["domains"]:
-            first, stop = ranges[split].get(domain, (0, 0))
-            summary["domains"][domain][name] = stop - first
-    meta = {
-        "fingerprint": digest.hexdigest(),
-        "task": task,
-        "seq_len": seq_len,
-        "rows_of": rows,
-        "rows": ranges,
-        **({"shard_rows": shard_rows} if shard_rows else {}),
-        "summary": summary,
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False))
+    more = {"shard_rows": shard_rows} if shard_rows else {}
+    write_meta(folder, digest, ranges, summary, task=task, seq_len=seq_len, rows_of=rows, **more)
 
 
 def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
@@ -105,12 +99,10 @@ def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
     ]
 
 
-Group = tuple[str, np.ndarray]
-"""A domain, and its documents that are packed together."""
-
-
-def _groups_of_domains(domain_of: np.ndarray) -> list[Group]:
-    return [(domain, np.flatnonzero(domain_of == domain)) for domain in sorted(set(domain_of.tolist()))]
+def groups_of_domains(domain_of: np.ndarray, fits: np.ndarray | bool = True) -> list[Group]:
+    """The documents of each domain that fit (bool [documents]); of one without any an empty group."""
+    names = sorted(set(domain_of.tolist()))
+    return [(domain, np.flatnonzero((domain_of == domain) & fits)) for domain in names]
 
 
 def _groups_of_shards(index: Path) -> list[Group]:
@@ -122,23 +114,28 @@ def _groups_of_shards(index: Path) -> list[Group]:
     return groups
 
 
-def _pack_groups(
+def pack_groups(
     place: Callable[[np.ndarray, np.ndarray, int], Packing],
+    starts: np.ndarray,
     lengths: np.ndarray,
     groups: list[Group],
     seq_len: int,
-    shifted: bool,
-) -> tuple[Packing, dict[str, list[int]], dict[str, list[int]]]:
+) -> tuple[Packing, RowRanges, dict[str, list[int]]]:
     """One packing of all groups, each in rows of its own; the row range of each domain, and the rows of its groups.
 
-    A document of n stream positions gives n - 1 pairs of input and next token, or n tokens where nothing is shifted.
+    Args:
+        place: packs the documents of a group: `pack`, or `alone`.
+        starts: int64 [documents], stream position of each document.
+        lengths: int64 [documents], positions of it that are packed: of N in the stream N - 1 pairs of input and next
+            token, or N tokens where nothing is shifted.
+        groups: documents by domain.
+        seq_len: positions in a row.
     """
-    starts = np.cumsum(lengths) - lengths
     packings, row = [], 0
-    ranges: dict[str, list[int]] = {}
+    ranges: RowRanges = {}
     counts: dict[str, list[int]] = {}
     for domain, here in groups:
-        packings.append(place(starts[here], lengths[here] - shifted, seq_len))
+        packings.append(place(starts[here], lengths[here], seq_len))
         stop = row + packings[-1].num_rows
         ranges[domain] = [ranges.get(domain, [row])[0], stop]
         counts.setdefault(domain, []).append(packings[-1].num_rows)
@@ -149,3 +146,34 @@ def _pack_groups(
     first = np.append(0, np.cumsum(pieces))
     starts_P = np.concatenate([p.starts_P for p in packings])
     return Packing(starts_P, np.concatenate([p.lengths_P for p in packings]), first), ranges, counts
+
+
+def save_packing(folder: Path, split: str, packing: Packing, digest: xxhash.xxh3_128) -> None:
+    """Write the tables of a split's rows into `folder`; `digest` is told their content."""
+    for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
+        digest.update(array.tobytes())
+        np.save(folder / f"{split}.{name}.npy", array)
+
+
+def write_meta(
+    folder: Path,
+    digest: xxhash.xxh3_128,
+    ranges: dict[str, RowRanges],
+    summary: dict[str, Any],
+    **told: object,
+) -> None:
+    """Write what the rows in `folder` mean.
+
+    Args:
+        folder: has their tables.
+        digest: of their content, of which the fingerprint is made.
+        ranges: of rows, by split.
+        summary: of the text; its domains get their numbers of rows.
+        told: what else is said: the task, positions in a row.
+    """
+    for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
+        for domain, counts in summary["domains"].items():
+            first, stop = ranges[split].get(domain, (0, 0))
+            counts[name] = stop - first
+    meta = {"fingerprint": digest.hexdigest(), **told, "rows": ranges, "summary": summary}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False))

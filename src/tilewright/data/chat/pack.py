@@ -7,7 +7,6 @@ they fit, best fit first; of preferences a row is one pair.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
+from tilewright.data.batches.build_rows import RowRanges, groups_of_domains, pack_groups, save_packing, write_meta
 from tilewright.data.batches.pack import Packing, alone, pack
 from tilewright.data.batches.rows import SPLITS
-from tilewright.data.common.cache import file_digest
 from tilewright.data.common.progress import ProgressBar
 
 BEHIND = "answer begins behind data.seq_len"
@@ -48,7 +48,7 @@ def pack_chat(
     table = pq.read_table(corpus / "documents.parquet")
     summary = json.loads((corpus / "summary.json").read_bytes())
     digest = xxhash.xxh3_128(f"chat\0{pairs}\0{seq_len}".encode())
-    ranges: dict[str, dict[str, list[int]]] = {}
+    ranges: dict[str, RowRanges] = {}
     facts = summary["chat"] | {"seq_len": seq_len, "truncated": 0, "truncated_tokens": 0}
     facts["lost"] = {}
     for split in SPLITS:
@@ -64,19 +64,19 @@ def pack_chat(
             reason = np.where(behind, BEHIND, np.where(equal, EQUAL, ""))
         fits = reason == ""
         domain_of = np.array(here["domain"].to_pylist())
-        place = pack if rows == "packed" else alone
-        packing, ranges[split] = _pack_domains(place, starts, column["length"] - 1, domain_of, fits, seq_len, pairs)
+        place = _in_pairs if pairs else pack if rows == "packed" else alone
+        kept = np.minimum(column["length"] - 1, seq_len)
+        groups = groups_of_domains(domain_of, fits)
+        packing, ranges[split], _ = pack_groups(place, starts, kept, groups, seq_len)
         cut = fits & (column["length"] - 1 > seq_len)
         facts["truncated"] += int(cut.sum())
         facts["truncated_tokens"] += int((column["length"][cut] - 1 - seq_len).sum())
         own = split == "holdout" and "validation" in summary  # which has an account of its own
         _set_aside(summary["validation"] if own else summary, here, reason, facts["lost"])
         for part in (f"{split}.npy", f"{split}.trained.npy"):
-            digest.update(file_digest(corpus / part).encode())
+            digest.update(hash_file(corpus / part).encode())
         digest.update(json.dumps(ranges[split]).encode())
-        for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
-            digest.update(array.tobytes())
-            np.save(folder / f"{split}.{name}.npy", array)
+        save_packing(folder, split, packing, digest)
         if split == "train":
             summary["utilisation"] = round(packing.utilisation(seq_len * (1 + pairs)), 5)
             order = np.argsort(-column["length"], kind="stable")[:_NUM_LONGEST].tolist()
@@ -91,55 +91,15 @@ def pack_chat(
             try_=f"data.seq_len = {max(seq_len, int(table['first'].to_numpy().min())) * 2}",
             where="data.seq_len",
         )
-    for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
-        if split == "train":
-            ranges[split] = {domain: ranges[split][domain] for domain in trained}
-        for domain in summary["domains"]:
-            first, stop = ranges[split].get(domain, (0, 0))
-            summary["domains"][domain][name] = stop - first
+    ranges["train"] = {domain: ranges["train"][domain] for domain in trained}
     summary["chat"] = facts
-    meta = {
-        "fingerprint": digest.hexdigest(),
-        "task": "causal_lm",
-        "format": "preferences" if pairs else "chat",
-        "seq_len": seq_len,
-        "rows_of": rows,
-        "rows": ranges,
-        "summary": summary,
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False))
+    kind = {"task": "causal_lm", "format": "preferences" if pairs else "chat"}
+    write_meta(folder, digest, ranges, summary, **kind, seq_len=seq_len, rows_of=rows)
 
 
-def _pack_domains(
-    place: Callable[[np.ndarray, np.ndarray, int], Packing],
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    domain_of: np.ndarray,
-    fits: np.ndarray,
-    seq_len: int,
-    pairs: bool,
-) -> tuple[Packing, dict[str, list[int]]]:
-    """One packing of all domains, each in rows of its own, and the row range of each. A pair is a row of two pieces."""
-    lengths = np.minimum(lengths, seq_len)
-    pieces_s, pieces_l, counts, ranges, row = [], [], [], {}, 0
-    for domain in sorted(set(domain_of.tolist())):
-        here = np.flatnonzero((domain_of == domain) & fits)
-        if pairs:
-            mine = Packing(starts[here], lengths[here].astype(np.int32), np.arange(0, len(here) + 1, 2))
-        else:
-            mine = place(starts[here], lengths[here], seq_len)
-        pieces_s.append(mine.starts_P)
-        pieces_l.append(mine.lengths_P)
-        counts.append(np.diff(mine.first_R))
-        ranges[domain] = [row, row + mine.num_rows]
-        row += mine.num_rows
-    first = np.append(0, np.cumsum(np.concatenate(counts))) if counts else np.zeros(1, np.int64)
-    empty = np.zeros(0, np.int64)
-    return Packing(
-        np.concatenate([empty, *pieces_s]).astype(np.int64),
-        np.concatenate([empty, *pieces_l]).astype(np.int32),
-        first.astype(np.int64),
-    ), ranges
+def _in_pairs(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packing:
+    """Two pieces in each row."""
+    return Packing(starts, lengths.astype(np.int32), np.arange(0, len(starts) + 1, 2))
 
 
 def _equal(ids: np.ndarray, length_N: np.ndarray, seq_len: int) -> np.ndarray:

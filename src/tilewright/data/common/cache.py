@@ -14,8 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import xxhash
-
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError, TilewrightError, is_of_machine, machine_error
 from tilewright.core.log import get_logger
 from tilewright.core.units import format_bytes
@@ -67,22 +66,13 @@ def damage(entry: Path) -> str | None:
             path = entry / name
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
-            if size <= _CHECKED_BYTES and file_digest(path) != digest:
+            if size <= _CHECKED_BYTES and hash_file(path) != digest:
                 return f"{name} has changed"
     except (FileNotFoundError, NotADirectoryError) as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, TypeError, AttributeError):
         return f"{_MANIFEST} cannot be read"
     return None
-
-
-def file_digest(path: Path) -> str:
-    """xxh3-128 of a file's bytes, in hex."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _build(root: Path, key: str, build: Callable[[Path], None]) -> None:
@@ -93,7 +83,7 @@ def _build(root: Path, key: str, build: Callable[[Path], None]) -> None:
     try:
         build(part)
         files = {p.relative_to(part).as_posix(): p for p in sorted(part.rglob("*")) if p.is_file()}
-        manifest = {name: (path.stat().st_size, file_digest(path)) for name, path in files.items()}
+        manifest = {name: (path.stat().st_size, hash_file(path)) for name, path in files.items()}
         (part / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         part.rename(root / key)
     finally:

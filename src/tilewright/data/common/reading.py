@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -119,7 +119,7 @@ def reader_of(backend: tokenizers.Tokenizer, ranked: RankedBpe | None = None) ->
 
 def why_not_proven(state: Any) -> str | None:
     """The first pattern in a part of a tokenizer.json that is none of `PROVEN`, or a text that grows; None: neither."""
-    found = list(_replacements(state))
+    found = list(_replacements([state]))
     unknown = next((regex for regex, _ in found if regex is not None and regex not in PROVEN), None)
     if unknown is not None:
         return f"pattern {unknown[:200]!r}"
@@ -127,19 +127,18 @@ def why_not_proven(state: Any) -> str | None:
     return f"texts that grow {growth:.3g} times" if growth > _GROWTH else None
 
 
-def _replacements(state: Any) -> Iterator[tuple[str | None, float]]:
+def _replacements(state: dict[str, Any] | list[Any]) -> Iterator[tuple[str | None, float]]:
     """The pattern of each part that has one, None where it is a text; and how much longer what it finds becomes."""
-    if isinstance(state, Mapping):
+    if isinstance(state, dict):
         pattern, content = state.get("pattern"), state.get("content", "")
-        if isinstance(pattern, Mapping):
+        if isinstance(pattern, dict):
             text = pattern.get("String")
             yield pattern.get("Regex"), len(content) / (len(text) if text else 1)
         elif state.get("type") == "Prepend":
             yield None, float(len(str(state.get("prepend", ""))))
-        for value in state.values():
-            yield from _replacements(value)
-    elif isinstance(state, list):
-        for value in state:
+    values = state.values() if isinstance(state, dict) else state
+    for value in values:
+        if isinstance(value, (dict, list)):  # a vocabulary has thousands of others
             yield from _replacements(value)
 
 

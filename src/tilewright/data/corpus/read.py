@@ -229,15 +229,16 @@ class _Sink:
         if "\0" in text:
             text = text.replace("\0", "").strip("\n")
             self.account.note("NUL characters removed")
-        size = len(document.text.encode("utf-8", "surrogatepass"))
-        if not text.strip():
-            self.account.refuse(record, rejected(record.file, "blank document", num_bytes=size))
+        if not text or text.isspace():
+            self.account.refuse(record, rejected(record.file, "blank document", num_bytes=_num_bytes(document)))
             return None
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            reject = rejected(record.file, "half a Unicode surrogate pair", error.reason, num_bytes=size)
-            self.account.refuse(record, reject)
+            why, num_bytes = error.reason, _num_bytes(document)
+            self.account.refuse(
+                record, rejected(record.file, "half a Unicode surrogate pair", why, num_bytes=num_bytes)
+            )
             return None
         digest = xxhash.xxh3_128_digest(data)
         if digest in self._seen:
@@ -262,6 +263,10 @@ class _Sink:
         self._spool.lengths = lengths
         self._spool.offsets = np.cumsum(lengths) - lengths
         self._spool.domain_of = np.array(self._domains, np.int32)
+
+
+def _num_bytes(document: Record) -> int:
+    return len(document.text.encode("utf-8", "surrogatepass"))
 
 
 def _nothing_usable(source: Source, rejects: list[Rejected], max_bytes: int) -> DataError:

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
-from tilewright.data.common.cache import file_digest
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.engine.inputs import INSTALLED
 from tilewright.data.engine.tables import rows
@@ -115,7 +115,7 @@ def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, 
     check_format(format)
     for name, (size, digest) in content["files"].items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size or file_digest(path) != digest:
+        if not path.is_file() or path.stat().st_size != size or hash_file(path) != digest:
             raise DataError(
                 "Built dataset is damaged",
                 where=str(path),

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.batches.tensors import Batch, as_tensors
-from tilewright.data.common.cache import cached, file_digest
+from tilewright.data.common.cache import cached
 from tilewright.data.common.progress import ProgressBar, timed
 from tilewright.data.corpus.account import account_of_files, listed
 from tilewright.data.dataset.images import BuiltImages, ShardedPixels, built_images
@@ -225,7 +226,7 @@ def build_images(
     np.save(folder / "labels.npy", np.array([classes.index(label) for label in labels], np.int64))
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(listed(reject), ensure_ascii=False) + "\n" for reject in found.rejects)
-    content = file_digest(folder / "pixels.npy") + file_digest(folder / "labels.npy") + json.dumps(split)
+    content = hash_file(folder / "pixels.npy") + hash_file(folder / "labels.npy") + json.dumps(split)
     meta = {"fingerprint": xxhash.xxh3_128_hexdigest(content.encode()), "classes": classes, "names": names, **split}
     meta["summary"] = _summary(source, names, classes, found, split)
     (folder / "meta.json").write_text(json.dumps(meta))

@@ -5,6 +5,7 @@ The same rows give the same bytes. Row groups hold about 4 MiB of text, so that 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,8 @@ RECORDS = pa.schema(
         pa.field("chunk", pa.int32()),
     ]
 )
+_FIELDS, _OBJECTS, _EMPTY = tuple(RECORDS.names), ("facts", "scores"), "{}"
+_VALUES = attrgetter(*_FIELDS)
 REJECTS = pa.schema(
     [
         *(pa.field(name, pa.string()) for name in ("id", "domain", "path", "part", "stage", "rule", "value")),
@@ -32,6 +35,7 @@ REJECTS = pa.schema(
         *(pa.field(name, pa.int64()) for name in ("count", "num_bytes")),
     ]
 )
+_REJECT_VALUES = attrgetter(*REJECTS.names)
 
 
 class TableWriter:
@@ -45,26 +49,24 @@ class TableWriter:
     def __init__(self, path: Path, schema: pa.Schema):
         self.num_rows = 0
         self._schema = schema
-        self._columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+        self._names, self._texts = schema.names, [one.name for one in schema if pa.types.is_string(one.type)]
+        self._rows: list[tuple[Any, ...]] = []
         self._held = 0
         self._writer = pq.ParquetWriter(path, schema, compression="zstd", compression_level=1)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row; columns that it lacks are null."""
-        for name, column in self._columns.items():
-            value = row.get(name)
-            column.append(value)
-            if isinstance(value, str):
-                self._held += len(value)
+        self._rows.append(tuple(map(row.get, self._names)))
+        self._held += sum(map(len, filter(None, map(row.get, self._texts))))
         self.num_rows += 1
-        if self._held >= _GROUP_BYTES or len(self._columns[self._schema.names[0]]) >= _GROUP_ROWS:
+        if self._held >= _GROUP_BYTES or len(self._rows) >= _GROUP_ROWS:
             self._flush()
 
     def _flush(self) -> None:
-        if self._columns[self._schema.names[0]]:
-            self._writer.write_table(pa.table(self._columns, schema=self._schema), row_group_size=1 << 30)
-        self._columns = {name: [] for name in self._schema.names}
-        self._held = 0
+        if self._rows:
+            columns = dict(zip(self._names, map(list, zip(*self._rows, strict=True)), strict=True))
+            self._writer.write_table(pa.table(columns, schema=self._schema), row_group_size=1 << 30)
+        self._rows, self._held = [], 0
 
     def __enter__(self) -> "TableWriter":
         return self
@@ -77,8 +79,10 @@ class TableWriter:
 
 def record_row(record: Record) -> dict[str, Any]:
     """A record as a row of `RECORDS`; its arrays stay behind."""
-    row = {name: getattr(record, name) for name in RECORDS.names}
-    return row | {name: json.dumps(dict(row[name]), sort_keys=True) for name in ("facts", "scores")}
+    row = dict(zip(_FIELDS, _VALUES(record), strict=True))
+    for name in _OBJECTS:
+        row[name] = json.dumps(dict(row[name]), sort_keys=True) if row[name] else _EMPTY
+    return row
 
 
 def record_of(row: Mapping[str, Any]) -> Record:
@@ -89,21 +93,22 @@ def record_of(row: Mapping[str, Any]) -> Record:
         >>> record_of(record_row(record)) == record
         True
     """
-    values = {name: row[name] for name in RECORDS.names}
-    return Record(**values | {name: json.loads(row[name]) for name in ("facts", "scores")})
+    values = {name: row[name] for name in _FIELDS}
+    for name in _OBJECTS:
+        values[name] = json.loads(values[name]) if values[name] != _EMPTY else {}
+    return Record(**values)
 
 
 def reject_row(reject: Rejected) -> dict[str, Any]:
     """A reject as a row of `REJECTS`. Numbers become text, excerpts are cut, and what is no UTF-8 is escaped."""
-    row = {name: getattr(reject, name) for name in REJECTS.names}
+    row = dict(zip(REJECTS.names, _REJECT_VALUES(reject), strict=True))
     row["excerpt"] = row["excerpt"][:_EXCERPT]
     for name in ("value", "threshold"):
         row[name] = f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name])
-    return {name: _clean(value) if isinstance(value, str) else value for name, value in row.items()}
-
-
-def _clean(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    for name, value in row.items():
+        if isinstance(value, str) and not value.isascii():
+            row[name] = value.encode("utf-8", "backslashreplace").decode("utf-8")
+    return row
 
 
 def batches(path: Path, columns: Iterable[str] | None = None) -> Iterator[tuple[int, dict[str, list[Any]]]]:

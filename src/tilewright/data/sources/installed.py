@@ -15,7 +15,10 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
+from email import message_from_string
+from email.message import Message
+from functools import cache, partial
 from importlib.util import find_spec
 from inspect import cleandoc
 from pathlib import Path
@@ -47,8 +50,49 @@ _TOKEN = re.compile(
 )
 
 
+_Listed = tuple[str, int, str]
+"""Name of a file, bytes, place on this machine."""
+
+
+@dataclass(frozen=True)
+class InstalledText:
+    """The files that the text is in, found without a look at what each gives: `key` alone says whether they are those
+    of an earlier run.
+
+    Args:
+        key: changes whenever the content may have changed.
+        items: files, what was refused while looking, and parts that are no file, in their order.
+    """
+
+    key: str
+    items: list[_Listed | Rejected | Part]
+
+    def source(self) -> Source:
+        """The source over them."""
+        found: list[Part | Rejected] = []
+        files: dict[str, int] = {}
+        for item in self.items:
+            if isinstance(item, tuple):
+                files[item[0]] = item[1]
+                found += _parts_of(*item)
+            else:
+                found.append(item)
+        parts = tuple(item for item in found if isinstance(item, Part))
+        rejects = tuple(item for item in found if isinstance(item, Rejected))
+        return Source("installed", self.key, parts, rejects, files)
+
+
 def installed_source(project: str = "tilewright") -> Source:
     """The source over the standard library and the dependency closure of `project` (itself left out).
+
+    Raises:
+        DataError: `project` is not installed, so its dependencies are not known.
+    """
+    return list_installed(project).source()
+
+
+def list_installed(project: str = "tilewright") -> InstalledText:
+    """The files of that source.
 
     Raises:
         DataError: `project` is not installed, so its dependencies are not known.
@@ -61,28 +105,24 @@ def installed_source(project: str = "tilewright") -> Source:
             try_="pip install -e .   or name your own data: --data.source FOLDER",
         )
     digest = xxhash.xxh3_128(sys.version.encode())
-    found: list[Part | Rejected] = []
-    files: dict[str, int] = {}
-    for name, size, path in _stdlib_files(found):
-        digest.update(os.fsencode(f"{name}\0{size}\n"))
-        files[name] = size
-        found += _parts_of(name, size, path)
+    found: list[_Listed | Rejected | Part] = []
+    for item in _stdlib_files():
+        found.append(item)
+        if isinstance(item, tuple):
+            digest.update(os.fsencode(f"{item[0]}\0{item[1]}\n"))
     found += _topics_part()
     for distribution in dependency_closure(project):
-        label = f"{distribution.name}-{distribution.version}"
+        headers = _headers(distribution)
+        label = f"{headers['Name']}-{headers['Version']}"
         record = distribution.read_text("RECORD")
         if record is None:
             found.append(rejected(label, "distribution without a RECORD of its files"))
             continue
-        digest.update(label.encode())
-        for name, size, checksum, path in _record_files(distribution, record):
-            digest.update(f"{name}\0{size}\0{checksum}\n".encode())
-            files[name] = size
-            found += _parts_of(name, size, path)
-    parts = tuple(item for item in found if isinstance(item, Part))
-    return Source(
-        "installed", digest.hexdigest(), parts, tuple(item for item in found if isinstance(item, Rejected)), files
-    )
+        files = _record_files(distribution, record)
+        lines = [f"{name}\0{size}\0{checksum}\n" for name, size, checksum, _ in files]
+        digest.update("".join([label, *lines]).encode())
+        found += [(name, size, path) for name, size, _, path in files]
+    return InstalledText(digest.hexdigest(), found)
 
 
 def dependency_closure(project: str) -> list[metadata.Distribution]:
@@ -92,7 +132,7 @@ def dependency_closure(project: str) -> list[metadata.Distribution]:
     """
     found: dict[str, metadata.Distribution] = {}
     root = _find(project)
-    todo = [(requirement, True) for requirement in (root.requires if root else None) or ()]
+    todo = [(requirement, True) for requirement in (_requires(root) if root else ())]
     while todo:
         requirement, with_extras = todo.pop()
         if "extra ==" in requirement and not with_extras:
@@ -104,27 +144,46 @@ def dependency_closure(project: str) -> list[metadata.Distribution]:
         if distribution is None:
             continue  # an extra that is not installed, or a dependency of another platform
         found[name] = distribution
-        todo += [(inner, False) for inner in distribution.requires or ()]
+        todo += [(inner, False) for inner in _requires(distribution)]
     return [found[name] for name in sorted(found)]
 
 
 def _find(name: str) -> metadata.Distribution | None:
     """A distribution of this environment. Not by `sys.path`: setuptools, which torch's compiler imports, adds packages
     of its own to it, and the text would depend on what the process has done before."""
+    return next(iter(metadata.distributions(name=name, path=_folders())), None)
+
+
+@cache
+def _folders() -> list[str]:
+    """Where this environment has its distributions."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *user]
-    return next(iter(metadata.distributions(name=name, path=list(dict.fromkeys(folders)))), None)
+    return list(dict.fromkeys(folders))
+
+
+def _headers(distribution: metadata.Distribution) -> Message:
+    """Name, version and requirements. `metadata` of the library also parses the description, at each call."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    return message_from_string(text.partition("\n\n")[0])
+
+
+def _requires(distribution: metadata.Distribution) -> list[str]:
+    found = _headers(distribution).get_all("Requires-Dist")
+    if found is None and distribution.read_text("requires.txt"):  # of an egg
+        found = distribution.requires
+    return found or []
 
 
 # Names and places stay text below: objects of pathlib for 80,000 files took most of the time of a listing.
 
 
-def _stdlib_files(found: list[Part | Rejected]) -> Iterator[tuple[str, int, str]]:
-    """Files of the standard library; folders that are not of it, or hold no text, are added to `found`."""
+def _stdlib_files() -> Iterator[_Listed | Rejected]:
+    """Files of the standard library, and folders that are not of it or hold no text."""
     root = Path(sysconfig.get_path("stdlib"))
     for folder, folders, files in os.walk(root):
         skipped = [f for f in folders if f in _SKIP_FOLDERS or f.startswith("config-")]
-        found += [rejected(f"stdlib/{Path(folder, f).relative_to(root).as_posix()}", _NO_STDLIB) for f in skipped]
+        yield from (rejected(f"stdlib/{Path(folder, f).relative_to(root).as_posix()}", _NO_STDLIB) for f in skipped)
         folders[:] = sorted(f for f in folders if f not in _SKIP_FOLDERS and not f.startswith("config-"))
         inner = Path(folder).relative_to(root).as_posix()
         for file in sorted(files):
@@ -133,12 +192,14 @@ def _stdlib_files(found: list[Part | Rejected]) -> Iterator[tuple[str, int, str]
             yield printable(f"stdlib/{name}"), os.stat(path).st_size, path
 
 
-def _record_files(distribution: metadata.Distribution, record: str) -> Iterator[tuple[str, int, str, str]]:
+def _record_files(distribution: metadata.Distribution, record: str) -> list[tuple[str, int, str, str]]:
     """Files with a size; those outside the package folder (scripts) differ from place to place and are left out."""
-    folder = str(distribution.locate_file(""))
-    for name, checksum, size, *_ in csv.reader(record.splitlines()):
-        if size and not name.startswith(("..", "/")):
-            yield name, int(size), checksum, os.path.join(folder, name)
+    folder = os.path.join(str(distribution.locate_file("")), "")
+    return [
+        (name, int(size), checksum, folder + name)
+        for name, checksum, size, *_ in csv.reader(record.splitlines())
+        if size and not name.startswith(("..", "/"))
+    ]
 
 
 def _parts_of(name: str, size: int, path: str) -> list[Part | Rejected]:

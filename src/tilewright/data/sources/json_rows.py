@@ -43,10 +43,11 @@ def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = Fals
     def reject(reason: str, example: str) -> Rejected:
         return rejected(name, reason, f"{at}: {example}", num_bytes=len(line))
 
+    data = line.removeprefix(codecs.BOM_UTF8)
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(data.decode())
     except UnicodeDecodeError as error:
-        yield reject("line is not UTF-8", f"byte 0x{line[error.start]:02x}")
+        yield reject("line is not UTF-8", f"byte 0x{data[error.start]:02x}")
         return
     except RecursionError:
         yield reject("JSON nested too deep", "brackets in brackets")

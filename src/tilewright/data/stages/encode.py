@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import tokenizers
 
-from tilewright.data.common.cache import file_digest
+from tilewright.core.atomic_io import hash_file
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
 from tilewright.data.common.filter import DropReason
 from tilewright.data.common.hashing import hash64
@@ -84,6 +84,7 @@ class Shard:
         where = np.load(self.split / f"{self.number:05}.npy", allow_pickle=False)
         alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)
         side, part = next(alive, (None, 0))
+        base = int(doc_of(self.number, np.zeros(1, np.int64))[0])
         for first, batch in batches(self.repaired / "records.parquet"):
             stop = first + len(batch["id"])
             while side is not None and side["row"] < stop:
@@ -91,7 +92,7 @@ class Shard:
                 record["language"] = side["language"]
                 record["scores"] = with_scores(record["scores"], side)
                 data = record["text"].encode()
-                doc = int(doc_of(self.number, np.array([side["row"]]))[0])
+                doc = base + side["row"]
                 if doc in cut:
                     yield KeptText(record, doc, TRAIN, data[: cut[doc]])
                     yield KeptText(record, doc, HELD, data[cut[doc] :])
@@ -204,7 +205,7 @@ def encode_shard(
     Texts that the tokenizer fails on are rejects. Images and sounds without a text, or in a domain of too little
     text, have no tokens and are in `media.parquet`.
     """
-    digests = tuple(file_digest(file) for file in tokenizer_files(tokenizer / "tokenizer"))
+    digests = tuple(hash_file(file) for file in tokenizer_files(tokenizer / "tokenizer"))
     loaded = _loaded(tokenizer / "tokenizer", digests, encoder.startswith("tiktoken"))
     spared, shard = Spared(), Shard(index, records, kept, split)
     with ExitStack() as files:
@@ -215,6 +216,8 @@ def encode_shard(
         media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
         rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
         known = np.load(clusters / "clusters.npy", allow_pickle=False)
+        known = known[shard_of(known["doc"]) == index]
+        cluster_of = dict(zip(known["doc"].tolist(), known["cluster"].tolist(), strict=True))
         for batch in _together(shard.texts()):
             for text in batch:
                 if text.part in _UNUSED:
@@ -223,7 +226,7 @@ def encode_shard(
                     media.append(text.record)
             for part, into in parts.items():
                 mine = [text for text in batch if text.part == part and text.data]
-                for text, why in into.add(mine, known) if mine else ():
+                for text, why in into.add(mine, cluster_of) if mine else ():
                     rejects.append(reject_of(text.record, "encode", DropReason(FAILS, why), len(text.data)))
         counts: dict[str, Any] = {"rejects": rejects.num_rows, "media": media.num_rows}
         for into in parts.values():
@@ -279,16 +282,20 @@ class _Part:
         masked = chunk.tokens and chunk.overlap_loss == "context"
         self._trained = stream(".trained", np.dtype("u1")) if masked else None
 
-    def add(self, texts: list[KeptText], clusters: np.ndarray) -> Iterator[tuple[KeptText, str]]:
-        """Encode `texts` and write their runs; yields those that the tokenizer fails on, and what it said."""
+    def add(self, texts: list[KeptText], cluster_of: Mapping[int, int]) -> Iterator[tuple[KeptText, str]]:
+        """Encode `texts` and write their runs; yields those that the tokenizer fails on, and what it said.
+
+        Args:
+            texts: of this part.
+            cluster_of: the cluster of a record by its number; one that has no near-copy is its own.
+        """
         strings = [text.data.decode() for text in texts]
         if self._sizes is None and not self._chunk.tokens:  # no caller asks which bytes a token stands for
             for text, ids in zip(texts, self._spared.encoded(self._tokenizer.encode_batch, strings), strict=True):
                 if isinstance(ids, TokenizerError):
                     yield text, ids.problems[0].got
                     continue
-                whole = Window(0, 1, len(ids) + 2)
-                self._run(text, clusters, self._stream(ids), [len(text.data)] + [0] * (len(ids) + 1), whole, 0)
+                self._run(text, cluster_of, self._stream(ids), Window(0, 1, len(ids) + 2), 0, text.data)
             return
         for text, found in zip(texts, self._spared.encoded(self._tokenizer.encode_sized, strings), strict=True):
             if isinstance(found, TokenizerError):
@@ -299,45 +306,37 @@ class _Part:
             spans = windows(text.data, sizes, num, overlap) if num else [Window(0, 1, len(ids) + 2)]
             stream, stood = self._stream(ids), [0, *sizes, 0]
             for number, span in enumerate(spans):
-                self._run(text, clusters, stream, stood, span, number)
+                first, stop = (sum(stood[: span.target]) if number else 0), sum(stood[: span.stop])
+                self._run(text, cluster_of, stream, span, number, text.data[first:stop])
+                if self._sizes is not None:  # what has no label stands for no text
+                    repeats = span.target - span.start if number and self._trained is not None else 0
+                    self._sizes.append([0] * repeats + stood[span.start + repeats : span.stop])
 
     def _stream(self, ids: list[int]) -> list[int]:
         return [self._tokenizer.bos_id, *ids, self._tokenizer.eos_id]
 
     def _run(
-        self, text: KeptText, clusters: np.ndarray, ids: list[int], sizes: list[int], span: Window, number: int
+        self, text: KeptText, cluster_of: Mapping[int, int], ids: list[int], span: Window, number: int, data: bytes
     ) -> None:
-        """Write one run of a text, of whose bytes each stream position stands for `sizes`."""
-        first, stop = (sum(sizes[: span.target]) if number else 0), sum(sizes[: span.stop])
+        """Write one run of a text: its stream positions `span` of `ids`, whose targets stand for the bytes `data`."""
         context = span.target - span.start if number else 0
         tokens = span.stop - span.target - (span.stop == len(ids))
         self.num_tokens += tokens
         self.runs.append(
             text.record
             | {
-                "text": text.data[first:stop].decode(),
+                "text": data.decode(),
                 "chunk": number,
-                "bytes": stop - first,
+                "bytes": len(data),
                 "tokens": tokens,
                 "length": span.stop - span.start,
                 "context": context,
-                "cluster": _cluster(clusters, text.doc),
+                "cluster": cluster_of.get(text.doc, text.doc),
             }
         )
         self._tokens.append(ids[span.start : span.stop])
         if self._trained is not None:
             self._trained.append([0] * context + [1] * (span.stop - span.start - context))
-        if self._sizes is not None:
-            counted = sizes[span.start : span.stop]
-            repeats = 0 if self._trained is None else context  # what has no label stands for no text
-            self._sizes.append([0] * repeats + counted[repeats:])
-
-
-def _cluster(clusters: np.ndarray, doc: int) -> int:
-    """The cluster of a record, which is the record itself where it has no near-copy."""
-    at = int(np.searchsorted(clusters["doc"], np.uint64(doc)))
-    known = at < len(clusters) and int(clusters["doc"][at]) == doc
-    return int(clusters["cluster"][at]) if known else doc
 
 
 class GivenTokenizer(StageInput):
@@ -345,7 +344,7 @@ class GivenTokenizer(StageInput):
 
     def identity(self, c: Context, i: int) -> object:
         path = c.build.tokenizer.path
-        return [f"{file.name}:{file_digest(file)}" for file in tokenizer_files(Path(path))] if path else []
+        return [f"{file.name}:{hash_file(file)}" for file in tokenizer_files(Path(path))] if path else []
 
     def value(self, c: Context, i: int) -> str:
         return c.build.tokenizer.path

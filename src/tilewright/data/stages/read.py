@@ -140,24 +140,25 @@ def _read(item: Item, build: DataBuild | SimpleNamespace) -> Items:
 def _cut(record: Record, max_chars: int) -> Items:
     """The record in pieces of at most `max_chars`, each with an id; a reject where its text cannot be written."""
     try:
-        size = len(record.text.encode())
+        data = record.text.encode()
     except UnicodeEncodeError as error:
         why = error.reason
         yield Rejected(record.path, record.part, STAGE, "half a Unicode surrogate pair", why, "", "", record.domain)
         return
-    exact = size == record.stop - record.start  # the text is the file's bytes, so pieces have places of their own
+    exact = len(data) == record.stop - record.start  # the text is the file's bytes, so pieces have their own places
     at = record.start
     for piece in cut(record, max_chars):
-        stop = at + len(piece.text.encode())
-        one = replace(piece, part=record.part, start=at, stop=stop) if exact else piece
-        yield replace(one, id=_id(one))
-        at = stop
+        data = data if piece is record else piece.text.encode()
+        part, start = (record.part, at) if exact else (piece.part, piece.start)
+        stop = at + len(data) if exact else piece.stop
+        yield replace(piece, id=_id(record, part, start, data), part=part, start=start, stop=stop)
+        at += len(data)
 
 
-def _id(record: Record) -> str:
-    """Of place and content: the same record has the same id in every build."""
-    place = f"{record.domain}\0{record.path}\0{record.part}\0{record.start}\0"
-    return xxhash.xxh3_128_hexdigest(place.encode("utf-8", "backslashreplace") + record.text.encode())
+def _id(record: Record, part: str, start: int, data: bytes) -> str:
+    """Of place and content: the same piece `data` of a record has the same id in every build."""
+    place = f"{record.domain}\0{record.path}\0{part}\0{start}\0"
+    return xxhash.xxh3_128_hexdigest(place.encode("utf-8", "backslashreplace") + data)
 
 
 READ = BuildStage(

@@ -13,11 +13,12 @@ import platformdirs
 import torch
 import xxhash
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError
 from tilewright.core.log import say
 from tilewright.core.units import format_seconds
-from tilewright.data.common.cache import cached, damage, file_digest
+from tilewright.data.common.cache import cached, damage
 from tilewright.data.common.progress import timed
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.models.base.eval_mode import evaluation
@@ -91,7 +92,7 @@ def weights_digest(recipe: Recipe) -> str:
     if recipe.model.path:
         folder = Path(local_folder(recipe.model.path)).expanduser()
         for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
-            digest.update(f"{file.name} {file_digest(file)}\n".encode())
+            digest.update(f"{file.name} {hash_file(file)}\n".encode())
     return digest.hexdigest()
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.log import get_logger
-from tilewright.data.common.cache import file_digest
 
 log = get_logger(__name__)
 
@@ -47,7 +47,7 @@ class ShardCache:
         if not _is_at(file, path):  # removed between the two
             file.close()
             return None
-        if file_digest(path) != digest:
+        if hash_file(path) != digest:
             log.warning("cached shard %s has changed, and is fetched again", path)
             path.unlink(missing_ok=True)
             file.close()

@@ -13,7 +13,7 @@ from tilewright.data.engine.config import DataBuild, load_data_toml
 from tilewright.data.engine.executors.local import LocalExecutor
 from tilewright.data.engine.run import PARTS, build_dataset
 from tilewright.data.engine.units import link_or_copy
-from tilewright.data.sources.documents import Source
+from tilewright.data.sources.installed import InstalledText
 from tilewright.data.stages.plan import SHARDS, STAGES
 from tilewright.data.stages.text.own import FILTERS
 
@@ -50,14 +50,14 @@ def build_key(build: DataBuild) -> str:
 
 
 def build_entry(
-    folder: Path, build: DataBuild, installed: Source, unfinished: Path, processes: int, *, progress: ProgressBar
+    folder: Path, build: DataBuild, installed: InstalledText, unfinished: Path, processes: int, *, progress: ProgressBar
 ) -> None:
     """Fill `folder` with the dataset that is built in the folder `unfinished`, which stays.
 
     Args:
         folder: of the entry.
         build: settings.
-        installed: the installed text.
+        installed: the files of the installed text.
         unfinished: where an earlier build of the same may have stopped.
         processes: at most so many; fewer where there is little text.
         progress: shows the phases.
@@ -68,7 +68,7 @@ def build_entry(
     """
     useful = 1 + build.read.max_bytes // _BYTES_PER_PROCESS if build.read.max_bytes else processes
     with LocalExecutor(min(processes, useful)) as executor:
-        build_dataset(build, unfinished, executor, progress, installed)
+        build_dataset(build, unfinished, executor, progress, installed.source())
     for part in (part for part in PARTS if (unfinished / part).is_dir()):
         shutil.copytree(unfinished / part, folder / part, copy_function=link_or_copy)
     shutil.copyfile(unfinished / DATASET, folder / DATASET)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tilewright.data.common.cache import file_digest
+from tilewright.core.atomic_io import hash_file
 from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import (
     Every,
@@ -47,7 +47,7 @@ class References(StageInput):
             if listing is not None:
                 found.append([setting, *(listing.keys(shard) for shard in range(len(listing.shards)))])
             else:
-                found.append([setting, file_digest(Path(path)) if path and path != CORPUS else path])
+                found.append([setting, hash_file(Path(path)) if path and path != CORPUS else path])
         return found
 
     def value(self, c: Context, i: int) -> models.References:

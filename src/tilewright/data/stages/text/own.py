@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import ConfigError, DataError, is_of_machine
-from tilewright.data.common.cache import file_digest
 from tilewright.data.common.filter import DropReason, RecordFilter
 from tilewright.data.engine.config import FiltersSection
 from tilewright.data.engine.context import Context
@@ -97,9 +97,9 @@ def own_filters(section: FiltersSection) -> list[OwnFilter]:
                 need="a file; a relative path is relative to the data.toml",
                 try_="",
             )
-        given = tuple((key, path, file_digest(Path(path))) for key, path in files.items())
+        given = tuple((key, path, hash_file(Path(path))) for key, path in files.items())
         settings = json.dumps(section.settings.get(name, {}), sort_keys=True)
-        one = OwnFilter(name, use, file_digest(_source_of(name, use)), settings, given)
+        one = OwnFilter(name, use, hash_file(_source_of(name, use)), settings, given)
         made(one)
         found.append(one)
     return found
@@ -125,7 +125,7 @@ def _source_of(name: str, use: str) -> Path:
 def _class(name: str, use: str, digest: str) -> type[RecordFilter]:
     """The class, of a text with this digest: a process that lives on may see the file change between builds."""
     path = _source_of(name, use)
-    if file_digest(path) != digest:
+    if hash_file(path) != digest:
         raise DataError(
             "Filter changed while the build ran",
             where=f"filters.use.{name}",
@@ -234,7 +234,7 @@ def _check_files(filters: Sequence[OwnFilter]) -> None:
     its files at any of them, and the unit is kept under the digests of the beginning."""
     for one in filters:
         for key, path, digest in one.files:
-            if not Path(path).is_file() or file_digest(Path(path)) != digest:
+            if not Path(path).is_file() or hash_file(Path(path)) != digest:
                 raise DataError(
                     "File of a filter changed while the build ran",
                     where=f"filters.files.{one.name}.{key}",

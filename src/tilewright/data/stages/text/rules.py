@@ -109,6 +109,7 @@ def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records:
     rules = settings.rules
     measured = ThresholdFilter(rules)
     spoken = LanguageFilter(rules) if rules.languages else None
+    are_on = bool(thresholds(rules)) or spoken is not None
     num_bytes = 0
     with (
         TableWriter(folder / "kept.parquet", KEPT) as kept,
@@ -116,7 +117,7 @@ def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records:
     ):
         for number, row in enumerate(rows(records / "records.parquet")):
             reason, language = None, row["language"]
-            if row["modality"] == "text" and (not rules.domains or row["domain"] in rules.domains):
+            if are_on and row["modality"] == "text" and (not rules.domains or row["domain"] in rules.domains):
                 record = record_of(row)
                 reason = measured.judge(record)
                 if reason is None and spoken is not None:
