@@ -116,11 +116,11 @@ def compile_layers(model: Model, world: World, *, waits: bool = False) -> None:
         model.compile_blocks(waits=waits)
 
 
-def counted_elsewhere(model: Model) -> frozenset[Tensor]:
+def counted_elsewhere(model: Model, world: World) -> frozenset[Tensor]:
     """Parameters of this rank that a rank with other layers or experts has too, which counts them where ranks count
     together."""
     tied = model.counted_elsewhere if isinstance(model, Staged) else frozenset()
-    return tied | held_before(model)
+    return tied | held_before(model) if world.sizes.ep > 1 else tied
 
 
 def backward_of(model: TrainableModel, batch: Mapping[str, Tensor], targets: int) -> None:

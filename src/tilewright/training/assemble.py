@@ -351,7 +351,7 @@ def build(
         optimizer = make_optimizer(optim, model, setup.kernels, recipe.run.seed, numbers)
         scaler = DynamicScaler.from_section(recipe.precision, fp16=scaled, num_params=num_params)
         limits = optim.clip_norm, optim.clip_adaptive, optim.clip_threshold
-        more = {"elements": optim.clip_elements, "counted_elsewhere": counted_elsewhere(model)}
+        more = {"elements": optim.clip_elements, "counted_elsewhere": counted_elsewhere(model, world)}
         clip = GradClip(*limits, row=world.row.handle, experts=world.experts.handle, **more)
         control = precision_hook(recipe, model, device, world.everyone.handle, sites)
         # 6. The executor, which gives parameters and states their homes.
