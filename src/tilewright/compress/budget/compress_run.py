@@ -66,9 +66,7 @@ class Compression:
         self.source.model.check_save_hf(torch.bfloat16)
         self.model: Any = self.source.model
         self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
-        began = time.perf_counter()
         self.whole = row_losses_of(self.model, self.batches)
-        self._held_out_s = time.perf_counter() - began
         if not self.whole.domains:
             raise ConfigError(
                 "No held-out rows to measure the budget on",
@@ -123,11 +121,14 @@ class Compression:
         if "predicted" in times:
             return
         pace = pace_of(self.source, self._training_batches()[0])
+        began = time.perf_counter()
+        row_losses_of(self.model, self.batches)  # the first time, when a model was opened, may have prepared kernels
+        held_out_s = time.perf_counter() - began
         times["step"] = {"seconds": pace.step_s, "how": pace.how}
         times["predicted"] = predicted_seconds(
             plans, self.settings, pace,
             cut_s=times.get("measured", {}).get(MEASURING, 0.0) / max(cuts, 1),
-            held_out_s=self._held_out_s,
+            held_out_s=held_out_s,
             run_steps=self.source.recipe.train.steps,
             taught=self.taught,
             reads_kept=not pairs_of(self.source.recipe.distill),
