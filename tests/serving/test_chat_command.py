@@ -22,7 +22,7 @@ from tilewright.cli.open_model import open_model
 from tilewright.core.hardware import detect_machine
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
-from tilewright.precision.mixed.rows import RowLinear
+from tilewright.precision.mixed.row_linear import RowLinear
 
 IDS = torch.arange(5, 245)[None]
 

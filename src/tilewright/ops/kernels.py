@@ -33,14 +33,15 @@ from tilewright.ops.base.labels import ClassSlice, TokenLosses
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
-from tilewright.ops.linear import LINEAR, ROW_LINEAR, gemms_of
+from tilewright.ops.linear import CACHED_LAYER, LINEAR, ROW_LINEAR, gemms_of
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE, quantize_kind
 
 OPS = (
-    *(LINEAR, ROW_LINEAR, RMS_NORM, ATTENTION, LINEAR_ATTENTION, LINEAR_CROSS_ENTROPY, NEWTON_SCHULZ, INT8_LINEAR),
+    *(LINEAR, ROW_LINEAR, CACHED_LAYER, RMS_NORM, ATTENTION, LINEAR_ATTENTION, LINEAR_CROSS_ENTROPY),
+    *(NEWTON_SCHULZ, INT8_LINEAR),
     *(ADAM, MASTER_ADAM, LOW_BIT_ADAM, FOLLOW_WRITES),
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )
@@ -80,6 +81,8 @@ class Kernels:
     ):
         overrides = dict(overrides or {})
         self.machine = machine
+        self.forced = frozenset(name for name, candidate in overrides.items() if candidate != "auto")
+        """Operations whose candidate was asked for."""
         self.loss_chunk_bytes = default_loss_chunk(machine) if loss_chunk_bytes is None else loss_chunk_bytes
         self.attention_block = attention_block
         self.spec = json.dumps(

@@ -8,6 +8,12 @@ row_linear: the same of at most `MOST_ROWS` rows, with operands of one dtype, wi
 cached tokens multiplies, one row per sequence, so its time is that of reading the weight. torch's GEMMs read BF16
 weights at half of the memory's speed, and FP32 ones from two rows on (docs/log.md, 2026-11-27). In `cpu` a row has the
 same bits beside any others.
+
+cached_layer(x_ND, weights, eps, cos_NR, sin_NR, pasts): one layer of a dense decoder with grouped-query attention, for
+the next token of at most `MOST_ROWS` rows: x + attention(norm(x)), then x + mlp(norm(x)), all in the weights' dtype,
+without autograd. `weights` and `pasts` are `LayerWeights` and a `RowPast` for each row, whose last position is written;
+cos and sin [N or 1, d/2] FP32. Rounds to the dtype where calls of their own would; returns [N, D]. In a small layer one
+call takes a third of their time (docs/log.md, 2026-11-27).
 """
 
 import torch
@@ -15,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.core.hardware import Machine
-from tilewright.ops.backends.cpu import row_linear
+from tilewright.ops.backends.cpu import cached_layer, row_linear
 from tilewright.ops.backends.native import wide
+from tilewright.ops.backends.ref import cached_layer as ref_layer
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.deferred_linear import LinearGemms, deferred_linear
@@ -110,5 +117,12 @@ ROW_LINEAR = Op(
         Candidate("cpu", row_linear.row_linear, row_linear.why_not),
         Candidate("native", F.linear, always),
         Candidate("ref", ref.linear, always),
+    ),
+)
+CACHED_LAYER = Op(
+    "cached_layer",
+    (
+        Candidate("cpu", cached_layer.cached_layer, cached_layer.why_not),
+        Candidate("ref", ref_layer.cached_layer, always),
     ),
 )

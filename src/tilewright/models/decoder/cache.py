@@ -46,6 +46,34 @@ class LayerCache:
         """
         count = new[0].shape[1]
         start, end = self.owner.length, self.owner.length + count
+        if not self._has_room(new, window):
+            past = [kept.narrow(1, 0, start - self._first) for kept in self._kept]
+            joined = [torch.cat(pair, dim=1) for pair in zip(past, new, strict=True)]
+            # What is kept stays until the pass is counted: one that fails leaves the cache as it was.
+            self._ahead = end, [t.narrow(1, t.shape[1] - window + 1, window - 1).clone() for t in joined]
+            return joined
+        for kept, tensor in zip(self._kept, new, strict=True):
+            kept.narrow(1, start - self._first, count).copy_(tensor)
+        return [kept.narrow(1, 0, end - self._first) for kept in self._kept]
+
+    def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
+        """Of each row, the tensors of the positions that one new position sees, [T, ...]. The last of them is its own,
+        which the caller writes.
+
+        Args:
+            new: [B, 1, ...], read for their shapes, dtypes and devices.
+            window: see `extend`.
+        """
+        has_room = self._has_room(new, window)
+        assert has_room, "a window has room for one position"
+        end = self.owner.length + 1 - self._first
+        first = max(end - window, 0) if window else 0
+        return [[kept[row].narrow(0, first, end - first) for kept in self._kept] for row in range(len(new[0]))]
+
+    def _has_room(self, new: Sequence[Tensor], window: int) -> bool:
+        """Take memory, or leave positions behind, for what is new; False where it is more than a window's memory."""
+        count = new[0].shape[1]
+        start, end = self.owner.length, self.owner.length + count
         self.owner.check_room(len(new[0]), count)
         if not self._kept:
             self._window = window
@@ -55,15 +83,7 @@ class LayerCache:
             self._take_ahead()
         if end - self._first > self._kept[0].shape[1]:
             self._move_up(max(self._first, start - window + 1), start)
-        if end - self._first > self._kept[0].shape[1]:
-            past = [kept.narrow(1, 0, start - self._first) for kept in self._kept]
-            joined = [torch.cat(pair, dim=1) for pair in zip(past, new, strict=True)]
-            # What is kept stays until the pass is counted: one that fails leaves the cache as it was.
-            self._ahead = end, [t.narrow(1, t.shape[1] - window + 1, window - 1).clone() for t in joined]
-            return joined
-        for kept, tensor in zip(self._kept, new, strict=True):
-            kept.narrow(1, start - self._first, count).copy_(tensor)
-        return [kept.narrow(1, 0, end - self._first) for kept in self._kept]
+        return end - self._first <= self._kept[0].shape[1]
 
     def _take_ahead(self) -> None:
         """Put what had no room in the place of what is kept, if its pass was counted; else drop it."""
@@ -244,6 +264,11 @@ class JoinedLayer:
             for i, layer in enumerate(self._layers)
         ]
         return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])
+
+    def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
+        """See `LayerCache.reserve`; of the rows that have a cache."""
+        rows = enumerate(self._layers)
+        return [layer.reserve(*(tensor[i : i + 1] for tensor in new), window=window)[0] for i, layer in rows]
 
     def recur(self, attention: Recurrence, *new: Tensor) -> Tensor:
         """See `LayerCache.recur`; row by row."""

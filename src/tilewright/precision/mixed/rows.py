@@ -1,60 +1,21 @@
-"""Give a model that draws tokens linear layers that are fast for a few rows (`row_linear` of `ops.linear`).
+"""Give a model that draws tokens layers that are fast for a few rows (`row_linear` and `cached_layer` of `ops.linear`).
 
-Layers that are torch's plain `nn.Linear` change: our decoder's and those of Hugging Face models, their heads too.
-Others compute as ever: layers with adapters, in 8 bits, or converted to another format.
+Linear layers that are torch's plain `nn.Linear` change: our decoder's and those of Hugging Face models, their heads
+too. So do whole layers of our decoder, dense and with grouped-query attention. Others compute as ever: layers with
+adapters, in 8 bits, or converted to another format.
 """
 
-from collections.abc import Callable
 from typing import cast
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from tilewright.core.hardware import Machine
+from tilewright.models.decoder.block import Block
 from tilewright.ops.base.dispatch import Case, choose
-from tilewright.ops.base.transforms import is_followed
-from tilewright.ops.linear import MOST_ROWS, ROW_LINEAR
+from tilewright.ops.linear import CACHED_LAYER, ROW_LINEAR
 from tilewright.precision.mixed.cast import become, plain_layer
-
-
-class RowLinear(nn.Linear):
-    """torch's layer. An input of a few rows goes to `row_linear`, where its values are read and nothing else: without
-    autograd, autocast, compilation and whatever else follows torch's operations. The weight is read at each call, so
-    what was written to it counts; it may have another dtype or device by then, which torch's own computes."""
-
-    row_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """Set by `attach`."""
-    row_dtype: torch.dtype
-    """That it was chosen for."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight_MK, bias_M = self.weight, self.bias
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or not _are_rows(input, weight_MK, bias_M, self.row_dtype)
-        ):
-            return F.linear(input, weight_MK, bias_M)
-        return self.row_linear(input, weight_MK, bias_M)
-
-
-def _are_rows(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None, dtype: torch.dtype) -> bool:
-    """True for a few rows of tensors whose memory, on the host, has their values."""
-    return (
-        type(x) is Tensor
-        and type(weight_MK) is nn.Parameter
-        and not is_followed()
-        and 0 < x.numel() <= MOST_ROWS * weight_MK.shape[1]
-        and x.shape[-1:] == weight_MK.shape[1:]
-        and x.dtype == weight_MK.dtype == dtype
-        and (bias_M is None or bias_M.dtype == dtype)
-        and x.is_cpu
-        and weight_MK.is_cpu
-        and not x.is_neg()
-        and weight_MK.is_contiguous()
-        and not torch.is_autocast_enabled("cpu")
-    )
+from tilewright.precision.mixed.row_block import RowBlock
+from tilewright.precision.mixed.row_linear import RowLinear
 
 
 def attach(model: nn.Module, machine: Machine) -> list[str]:
@@ -68,7 +29,7 @@ def attach(model: nn.Module, machine: Machine) -> list[str]:
         machine: where it runs.
 
     Returns:
-        Names of the layers.
+        Names of the linear layers.
 
     Example:
         >>> from tilewright.core.hardware import detect_machine
@@ -89,4 +50,12 @@ def attach(model: nn.Module, machine: Machine) -> list[str]:
             become(module, RowLinear)
             module.row_linear, module.row_dtype = found.run, weight.dtype  # type: ignore[assignment]
             names.append(name)
+    for module in model.modules():
+        if plain_layer(module) is not Block:
+            continue
+        weight = next(module.parameters())
+        found = choose(CACHED_LAYER, machine, Case(weight.device.type, weight.dtype)).candidate
+        if found.name != "ref":
+            become(module, RowBlock)
+            module.cached_layer, module.row_dtype = found.run, weight.dtype  # type: ignore[assignment]
     return names

@@ -95,6 +95,7 @@ WGRAD = Library(
 ROW_LINEAR = Library(
     "row_linear", {"tw_row_linear": (_INT, [_INT] + [_POINTER] * 2 + [_LONG] + [_POINTER] * 2 + [_LONG] * 3 + [_INT])}
 )
+CACHED_LAYER = Library("cached_layer", {"tw_cached_layer": (_INT, [_INT, _POINTER, _FLOAT, _INT])})
 _ATTENTION_CALL = (_INT, [_POINTER, _POINTER, _POINTER, _FLOAT, _INT])
 ATTENTION = Library(
     "attention",

@@ -11,12 +11,12 @@ from tilewright.ops.backends.cpu.build import ROW_LINEAR
 from tilewright.ops.base.dispatch import Case
 
 MOST_ROWS = 4
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
     """The `why_not` of the candidate. Builds the library where it is not there yet (seconds)."""
-    if case.dtype not in _DTYPES:
+    if case.dtype not in DTYPES:
         return "it reads weights in FP32 or BF16"
     return ROW_LINEAR.why_not(machine, case)
 
@@ -30,7 +30,7 @@ def row_linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Te
         MemoryError: no memory for a copy of x.
     """
     dtype, (num_out, width), shape = x.dtype, weight_MK.shape, x.shape
-    if (dtype not in _DTYPES or weight_MK.dtype != dtype or (bias_M is not None and bias_M.dtype != dtype)) or not (
+    if (dtype not in DTYPES or weight_MK.dtype != dtype or (bias_M is not None and bias_M.dtype != dtype)) or not (
         x.is_cpu and weight_MK.is_cpu and (bias_M is None or bias_M.is_cpu)
     ):
         raise TypeError(f"FP32 or BF16 for all on the CPU are needed: {dtype}, {weight_MK.dtype} on {weight_MK.device}")
