@@ -3,8 +3,8 @@
 Stages wait instead of computing, so ranks on few cores overlap as on machines of their own, and other work on the
 machine disturbs them little: it delays the end of a wait, and what torch does between passes (some milliseconds, which
 is why waits are long). The schedules are torch's own, called by their public names (`schedule.step`); of tilewright's
-there is only the queue in which gradients of weights wait, given to torch as `dw_builder`. The simulation is told what
-passes wait for, and nothing that was measured.
+there is only the queue in which gradients of weights wait, given to torch as `dw_builder`. The simulation takes the
+waits of passes, and nothing that was measured.
 
 A run is a schedule on so many ranks with even micro-batches, ragged ones (log-normal), or ragged ones and one rank
 20 % slower. Of each steps are measured, after one that is not, until the two shortest agree within 1 %, and at most

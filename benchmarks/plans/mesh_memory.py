@@ -1,9 +1,11 @@
 """Bytes that ranks of a mesh hold, measured beside those of a search over meshes (`planner.simulate.mesh`).
 
-A small decoder over gloo, one thread per rank, the third step (in the first one the loss is compiled, and what the
-compiler keeps, 22 MiB, counts as what that forward pass leaves): shards, copies of shards, stages, experts on two
-ranks, cut matrices. A rank's ledger counts parameters, gradients and states when an update begins, and what a forward
-pass leaves for backward, under stages of one micro-batch; the same owners of the search are beside them.
+A small decoder over gloo, one thread per rank, the sixth step (in the first one the loss is compiled, and what the
+compiler keeps, 22 MiB, counts as what that forward pass leaves; so does the code of matmuls for each new number of
+rows of an expert): shards, copies of shards, stages, spread experts, cut matrices. A rank's ledger counts parameters,
+gradients and states when an update begins, and what a forward pass leaves for backward, under stages of one
+micro-batch; the same owners of the search are beside them. Experts are planned as evenly used: ranks have as many rows
+together as in the plan, so the mean over ranks is beside the worst one.
 
 python -m benchmarks.plans.mesh_memory
 python -m benchmarks.plans.mesh_memory --worlds 8
@@ -41,6 +43,8 @@ CLAIM = (
 OWNERS, ACTIVATIONS = ("parameters", "gradients", "optimizer"), "activations"
 LEAST = 2**16
 """Bytes: less of an owner is not compared."""
+STEPS = 6
+"""The last one is measured."""
 SECONDS = 1200.0
 """Of a case at most: the first one measures the machine, where that has not been done."""
 DENSE = {
@@ -85,7 +89,7 @@ def hold(rank: int, settings: dict[str, str], folder: str) -> list[dict[str, Any
     with launched(MeshSizes.of(loaded.recipe.parallel), device="cpu", timeout_s=300) as joined:
         setup = set_up(loaded, world=joined)
         parts = build(setup, fresh=True)
-        for step in range(3):
+        for step in range(STEPS):
             parts.modes.enter(step)
             parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
             counted = parts.memory_tracker.snapshot(parts.model, parts.optimizer)  # of this step alone
@@ -130,7 +134,7 @@ def write_text(folder: Path) -> None:
 
 
 def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> dict[str, Any]:
-    """The worst rank by owner, and of the bytes that ranks hold all the time together."""
+    """The worst rank by owner, the mean of activations, and the worst of the bytes that ranks hold all the time."""
     each, off = len(ranks) // len(counted), {}
     for owner in (*OWNERS, ACTIVATIONS):
         pairs = [(row[owner], counted[row["rank"] // each][owner]) for row in ranks]
@@ -139,7 +143,11 @@ def compared(ranks: list[dict[str, Any]], counted: list[dict[str, float]]) -> di
         sum(counted[row["rank"] // each][owner] for owner in OWNERS) / sum(row[owner] for owner in OWNERS) - 1
         for row in ranks
     ]
-    return {"off": off, "of_all": max(totals, key=abs), "measured": ranks, "planned": counted}
+    kept, plan = (
+        sum(of(row)[ACTIVATIONS] for row in ranks) for of in (lambda row: row, lambda row: counted[row["rank"] // each])
+    )
+    found = {"off": off, "mean_activations": plan / kept - 1, "of_all": max(totals, key=abs)}
+    return found | {"measured": ranks, "planned": counted}
 
 
 def main() -> None:
@@ -159,7 +167,7 @@ def main() -> None:
             ranks = on_ranks(world, hold, settings, folder, seconds=SECONDS)[0]
             results[case] = found = compared(ranks, planned(settings, world, ranks[0]["vocab"]))
             words = {owner: f"{share:+.2%}" for owner, share in found["off"].items()}
-            print(f"{case}: {found['of_all']:+.2%} {words}", flush=True)
+            print(f"{case}: {found['of_all']:+.2%} {words}, mean {found['mean_activations']:+.2%}", flush=True)
             write_result(name, CLAIM, results)
 
 

@@ -8,7 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from tilewright.cli.app import run
+from tilewright.cli.commands.machine.mesh_fit import fitting
 from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bytes, format_share
 from tilewright.planner.simulate.torch_tables import KeptTables
 
@@ -123,8 +125,29 @@ def test_gradients_are_sent_as_the_recipe_says(capsys):
 def test_nothing_fits(capsys):
     assert run([*ONE, "--device-memory", "3GiB"]) == 3
     error = capsys.readouterr().err
-    for text in ("does not fit 4 GPUs in any mesh", "nearest of", "need", "--world 8"):
+    for text in ("does not fit 4 GPUs in any mesh", "nearest of", "need"):
         assert text in error, text
+    advice = re.search("try +(.*)", error)[1].split(" or ")
+    assert [one.split()[0] for one in advice] == ["--device-memory", "--world"]
+    assert run([*ONE, "--why", "1", *advice[0].split()]) == 0, "as it is typed"
+    assert run([*SMALL, "--why", "1", "--device-memory", "3GiB", *advice[1].split()]) == 0, "as it is typed"
+
+
+def test_what_would_fit_is_tried_before_it_is_named():
+    class Finder:
+        def __init__(self, world, options):
+            self.world, self.on = world, options["on"]
+
+        def fits(self):
+            if self.world == 8:
+                raise ConfigError("No mesh fills the world", got="8", need="another one", try_="16")
+            return small and (self.world >= 16 or self.on == "b200")
+
+    options, small = {"on": "h100", "nodes": "1x4", "device_memory": ""}, True
+    assert fitting(Finder, 4, options) == ["--world 16 --nodes 4x4", "--on b200"]
+    assert fitting(Finder, 4, options | {"nodes": "", "on": "b200"}) == ["--world 16"]
+    small = False
+    assert fitting(Finder, 4, options) == []
 
 
 @pytest.mark.parametrize(

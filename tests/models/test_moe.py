@@ -112,6 +112,21 @@ def test_unused_experts_get_a_zero_gradient():
     assert any(not grad.any() for grad in grads)
 
 
+def test_experts_of_a_rank_see_few_shapes_whatever_comes():
+    """oneDNN keeps code for each: a multiple of what came would be a new one each time."""
+    moe, seen = make_decoder("gqa_moe").blocks[1].mlp, []
+    moe.experts = moe.experts[:2]  # the others are elsewhere
+    for expert in moe.experts:
+        expert.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    for came in (0, 7, 300, 901, 1500):
+        moe.exchange = lambda rows, counts, run, came=came: run(
+            rows.new_zeros(came, 64).split([came // 3, came - came // 3])
+        )[0].new_zeros(len(rows), 64)
+        moe.run_experts(torch.randn(256, 64), torch.ones(256, 2), torch.tensor([[0, 1]] * 256))
+    assert len(seen) == 10
+    assert not any(rows % 64 for rows in seen), "a quarter of the 256 rows of even routing"
+
+
 def test_an_expert_without_rows_keeps_those_of_no_other():
     moe = make_decoder("gqa_moe").blocks[1].mlp
     x_ND, kept = torch.randn(16, 64, requires_grad=True), []

@@ -202,11 +202,12 @@ class MoE(nn.Module):
         copies = x_ND.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
         rows_PD = permuted(copies, order, inverse)
         keys = (self._keys(experts_NK, token_N).flatten()[order],) if self.draws and self.training else ()
+        run = functools.partial(self._run_held, len(flat) // len(self.experts))
         if self.exchange is None:
             counts = counts_E.tolist()
-            out_PD = torch.cat(self._run_held(*(of_rows.split(counts) for of_rows in (rows_PD, *keys))))
+            out_PD = torch.cat(run(*(of_rows.split(counts) for of_rows in (rows_PD, *keys))))
         else:
-            out_PD = self.exchange(rows_PD, counts_E, self._run_held, *keys)
+            out_PD = self.exchange(rows_PD, counts_E, run, *keys)
         out_NKD = permuted(out_PD, inverse, order).unflatten(0, (-1, num_chosen))
         return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
 
@@ -218,14 +219,16 @@ class MoE(nn.Module):
         numbers_N = torch.arange(num_tokens, device=device) if token_N is None else token_N
         return hash_of((numbers_N[:, None] * self.num_experts + experts_NK).to(torch.int32), draw)
 
-    def _run_held(self, rows: Sequence[Tensor], keys: Sequence[Tensor] | None = None, /) -> list[Tensor]:
-        """The experts that are here, each on its rows."""
+    def _run_held(
+        self, mean_rows: int, rows: Sequence[Tensor], keys: Sequence[Tensor] | None = None, /
+    ) -> list[Tensor]:
+        """The experts that are here, each on its rows. `mean_rows`: of one, if all ranks' experts had as many."""
         if self.expert_runner is not None and self.expert_runner.fits(self.experts):
             return self.expert_runner(rows, list(self.experts))
-        return self._run_one_by_one(rows, keys)
+        return self._run_one_by_one(mean_rows, rows, keys)
 
-    def _run_one_by_one(self, rows: Sequence[Tensor], keys: Sequence[Tensor] | None) -> list[Tensor]:
-        multiple = _row_multiple(sum(map(len, rows)) // len(self.experts), rows[0].device.type)
+    def _run_one_by_one(self, mean_rows: int, rows: Sequence[Tensor], keys: Sequence[Tensor] | None) -> list[Tensor]:
+        multiple = _row_multiple(mean_rows, rows[0].device.type)
         # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing. Where ranks
         # have other experts or other tokens all may be without rows here, and the result's dtype is theirs still.
         all_run = torch.is_grad_enabled() or self.exchange is not None or self.divided is not None
@@ -249,7 +252,8 @@ def _row_multiple(mean_rows: int, device_type: str) -> int:
     load, else 1.
 
     oneDNN prepares and keeps code for every new shape (0.25 MB and a millisecond each), and unpadded loads are a new
-    shape each time: memory grew by 100 MiB per step, and half of the time went there.
+    shape each time: memory grew by 100 MiB per step, and half of the time went there. So the mean is that of even
+    routing: what came to this rank is another number in each layer and step, and multiples of it new shapes again.
     """
     return max(16, -(-mean_rows // 64) * 16) if device_type == "cpu" else 1
 

@@ -90,7 +90,7 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
     ]
     largest, split = max(plans, key=lambda plan: plan.peak_bytes), recipe.parallel.split
     largest = replace(largest, stages=pipeline.pp, whole=shape)
-    if split or ranges == pipeline.split(shape.num_layers):  # which a run has without a word
+    if split or ranges == pipeline.split(shape.num_layers):  # a run's split by default needs no note
         return replace(largest, split=split)
     split = tuple(map(len, ranges))
     note = UNEQUAL.format(", ".join(map(str, split)))

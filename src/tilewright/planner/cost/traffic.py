@@ -46,7 +46,7 @@ _READERS = (
     ("q_proj", "q_a_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj", "shared_experts.gate_proj", "shared_experts.up_proj"),
 )
-"""What attention is told of, and an MLP, by role."""
+"""The linear layers that read the input of attention, and of an MLP, by role."""
 _CODE = 1 + FP32 / TILE
 """Bytes of a code with its scale."""
 

@@ -131,6 +131,15 @@ def test_nothing_fits(dense):
     assert found.nearest.worst.peak > 2**30
 
 
+@pytest.mark.parametrize("model", [DENSE, MOE])
+def test_the_nearest_miss_is_that_of_all_settings(model):
+    few = {"schedules": ("1f1b", "zbv"), "kinds": ("keep", "recompute")}
+    search = search_of(rates_of(model | {"train.global_batch_size": "8"}, 4), 1, **few)
+    least = min(one.worst.peak for one in search.all("8bit", "fp32"))
+    assert search.nearest("8bit", "fp32").worst.peak == least
+    assert not search.fits("8bit", "fp32")
+
+
 @pytest.mark.parametrize("model", ["gqa", "mla"])
 def test_matrices_are_cut_where_a_run_can_cut_them(model):
     """As `parallel.inside.tensor.cuts` refuses what does not come out even."""

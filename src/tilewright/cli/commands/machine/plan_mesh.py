@@ -93,7 +93,8 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
         progress.phase("the mesh")
         found = finder.best(BEST)
         if not found.best:
-            raise _nothing_fits(loaded, world, found)
+            progress.phase("what would fit")
+            raise _nothing_fits(loaded, world, options, found, finder)
         if options["why"]:
             lines = why(found, *step_named(found, options["why"]))
             changes, other = (), None
@@ -115,22 +116,31 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
     _write(loaded, found, changes, world, options, notes, quiet=as_json)
 
 
-def _nothing_fits(loaded: "Loaded", world: int, found: "BestMeshes") -> FitError:
+def _nothing_fits(
+    loaded: "Loaded", world: int, options: Mapping[str, Any], found: "BestMeshes", finder: "MeshFinder"
+) -> FitError:
+    from tilewright.cli.commands.machine.mesh_fit import fitting, tried_in_vain
     from tilewright.planner.simulate.mesh import describe
 
     assert found.nearest is not None
+
+    def finder_of(world: int, options: Mapping[str, Any]) -> "MeshFinder":
+        return _finder(loaded, world, options, finder.tables, finder)[0]
+
+    helps = fitting(finder_of, world, options)
     return FitError(
         f"{loaded.name} does not fit {world} GPUs in any mesh",
         got=f"nearest of {found.settings:,} settings: {describe.miss_words(found.nearest)}",
         need=f"at most {format_bytes(found.nearest.budget_bytes)} on each rank",
-        try_=f"--world {2 * world}, a GPU with more memory, or --train.global_batch_size of fewer rows per rank",
+        try_=" or ".join(helps) or tried_in_vain(world),
         where="--world",
     )
 
 
 def _finder(
-    loaded: "Loaded", world: int, options: Mapping[str, Any], tables: "Tables"
+    loaded: "Loaded", world: int, options: Mapping[str, Any], tables: "Tables", like: "MeshFinder | None" = None
 ) -> "tuple[MeshFinder, tuple[str, ...]]":
+    """Of what was typed, with notes. `like`: one of the same recipe."""
     with gc_paused():
         from tilewright.core.hardware import detect_machine
         from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
@@ -143,7 +153,8 @@ def _finder(
     machine = row.machine(detect_machine("cpu"), HOST_BYTES)
     usable = (1 - recipe.plan.margin) * device_budget(options["device_memory"], machine)
     vocab = vocab_size_of(recipe)
-    finder = MeshFinder(recipe, vocab, machine, row.ceilings(), cluster, usable, row.bf16, tables).with_rates()
+    model = like.model if like is not None and like.machine == machine else None
+    finder = MeshFinder(recipe, vocab, machine, row.ceilings(), cluster, usable, row.bf16, tables).with_rates(model)
     even = "guessed: routing of experts is even, and transfers do not slow computation down"
     return finder, (*published_notes(options["on"]), *cluster.notes, even, *finder.notes)
 

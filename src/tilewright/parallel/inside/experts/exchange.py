@@ -60,7 +60,7 @@ class ExpertExchange:
     """Runs experts that are spread over ranks. All ranks of the group call it together.
 
     Args:
-        group: the ranks. Its counter is told what is sent.
+        group: the ranks. Its counter counts what is sent.
         num_experts: of a layer, on all of them.
         order: the experts that ranks hold, as many on each, those of the first rank first, each rank's in the order of
             their numbers; some on several ranks. None: each once, in the order of their numbers.

@@ -7,6 +7,7 @@ from typing import Any
 from tilewright.core.config.edit import accepted, changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.planner.cost.phases import FRAGMENTS
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.planner import narrower
 from tilewright.planner.simulate.mesh.cluster import Cluster
@@ -63,21 +64,25 @@ class MeshFinder:
     rates: MeshRates | None = field(default=None, repr=False)
     """Of the model, where another finder has them."""
 
-    def with_rates(self) -> "MeshFinder":
-        """With the model's costs, which searches share."""
-        model = MeshModel(self.recipe, self.vocab_size, self.machine, self.ceilings)
+    def with_rates(self, model: MeshModel | None = None) -> "MeshFinder":
+        """With the model's costs, which searches share. `model`: on this machine, where another finder has it."""
+        model = model or MeshModel(self.recipe, self.vocab_size, self.machine, self.ceilings)
         return replace(self, rates=MeshRates(model, self.cluster))
+
+    @property
+    def model(self) -> MeshModel:
+        """Of the recipe, on this machine."""
+        assert self.rates is not None
+        return self.rates.model
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on what the model's shape does not know."""
-        assert self.rates is not None
-        return self.rates.model.whole.notes
+        return self.model.whole.notes
 
     def space(self) -> Space:
         """The settings that may be chosen."""
-        assert self.rates is not None
-        space = Space.of(self.rates.model, self.cluster.world, self.cluster.gpus)
+        space = Space.of(self.model, self.cluster.world, self.cluster.gpus)
         return replace(space, batch=self.recipe.train.global_batch_size, wire=self.recipe.parallel.grad_sync)
 
     def best(self, number: int) -> BestMeshes:
@@ -86,14 +91,40 @@ class MeshFinder:
         Raises:
             ConfigError: no mesh fills the world.
         """
+        return self._search().best(number, self._formats())
+
+    def nearest(self) -> MeshStep:
+        """The mesh whose worst rank takes the fewest bytes, with the narrowest formats of the optimizer.
+
+        Raises:
+            ConfigError: no mesh fills the world.
+        """
+        return self._search().nearest(*self._formats()[-1])
+
+    def fits(self) -> bool:
+        """True if some mesh does, with the narrowest formats of the optimizer.
+
+        Raises:
+            ConfigError: no mesh fills the world.
+        """
+        return self._search().fits(*self._formats()[-1])
+
+    def nearest_memory(self) -> float:
+        """Bytes of a rank's device with which that one fits."""
+        kept = self.nearest().worst.peak - FRAGMENTS * self.budget_bytes  # an allocator's share is one of the budget
+        return kept / (1 - FRAGMENTS) / (1 - self.recipe.plan.margin)
+
+    def _search(self) -> MeshSearch:
         space = self.space()
         space.check()
         assert self.rates is not None
+        return MeshSearch(self.rates, space, self.budget_bytes, self.peak_flops, self.tables)
+
+    def _formats(self) -> list[tuple[str, str]]:
+        """Moments and master weights, the recipe's first and then narrower ones."""
         own = (self.recipe.optim.moments, self.recipe.optim.master_weights)
         pairs = ((one["optim.moments"], one.get("optim.master_weights", own[1])) for one in narrower(self.recipe))
-        return MeshSearch(self.rates, space, self.budget_bytes, self.peak_flops, self.tables).best(
-            number, [own, *pairs]
-        )
+        return [own, *pairs]
 
     def with_settings(self, settings: Mapping[str, Any]) -> "MeshFinder":
         """Of the recipe with something else."""

@@ -27,8 +27,6 @@ from tilewright.planner.simulate.table import ScheduleTable
 from tilewright.planner.simulate.torch_tables import Asked, KeptTables
 
 Tables = Callable[[Asked], ScheduleTable]
-FEW = 40
-"""Settings of which the nearest miss is sought."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +156,32 @@ class MeshSearch:
             found, simulated = self._climb(groups, number)
             if found:
                 return BestMeshes(tuple(found), None, tried, simulated, (moments, master))
-        few = sorted(groups, key=lambda one: (self._static(one), one.rows))[:FEW]
-        steps = [self.priced(self._costs(one, kind), 1.0, None) for one in few for kind in self._space.kinds]
-        nearest = min(steps, key=lambda step: step.worst.peak)
-        return BestMeshes((), replace(nearest, seconds=nearest.costs.bound_s), tried, 0, formats[-1])
+        return BestMeshes((), self.nearest(*formats[-1]), tried, 0, formats[-1])
+
+    def nearest(self, moments: str, master: str) -> MeshStep:
+        """The setting whose worst rank takes the fewest bytes."""
+        *_, found = self._shrinking(moments, master, math.inf)
+        return found
+
+    def fits(self, moments: str, master: str) -> bool:
+        """True if a setting fits."""
+        return next(self._shrinking(moments, master, math.nextafter(self._budget, math.inf)), None) is not None
+
+    def _shrinking(self, moments: str, master: str, below: float) -> Iterator[MeshStep]:
+        """Settings, each with a worst rank that takes fewer bytes than the one before and than `below`. In the order of
+        what settings take at least, until no other can take less."""
+        groups = enumerate(self._space.settings(moments, master))
+        for least, _, _, group in sorted((self._static(one), one.rows, place, one) for place, one in groups):
+            if least >= below:
+                return
+            for kind in self._space.kinds:
+                one = self._costs(group, kind)
+                if self.priced(one, one.bound_s, None).worst.peak >= below:  # by formulas: at least so many
+                    continue
+                step = self.simulated(one)
+                if step.worst.peak < below:
+                    below = step.worst.peak
+                    yield step
 
     def all(self, moments: str, master: str) -> Iterator[MeshStep]:
         """Every setting, simulated."""
