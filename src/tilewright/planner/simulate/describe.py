@@ -62,7 +62,8 @@ def ladder_row(rung: Rung, first: Rung) -> list[str]:
 
 def ladder_verdict(rungs: Sequence[Rung]) -> str:
     """One sentence: from where to where idle time and step go."""
-    done = [rung for rung in rungs if rung.steps]
+    every = [rung for rung in rungs if rung.steps]
+    done = [rung for rung in every if rung.case.split != "own"] or every  # which no run does
     last = min(done, key=lambda rung: rung.seconds)
     idle = format_share(statistics.median(last.idle))
     if len(done) == 1:

@@ -116,7 +116,7 @@ def climb(
         best = min((rung for rung in rungs if rung.steps and rung.case.by_speed), key=lambda rung: rung.seconds).case
         for name, again in (
             ("layers split again, the same in all rows", replace(best, split="same")),
-            ("layers split again, each row its own", replace(best, split="own")),
+            ("layers split again, each row its own (a bound)", replace(best, split="own")),
         ):
             rungs.append(_rung(name, again, found, lengths, seeds, documents))
     return rungs
