@@ -86,7 +86,7 @@ def test_damage_of_each_matrix_is_found(kind, folder):
     assert not missed
 
 
-@pytest.mark.parametrize("kind", [zero, one_row])
+@pytest.mark.parametrize("kind", [pytest.param(zero, marks=pytest.mark.slow), one_row])
 def test_a_proof_of_damage_that_limits_let_pass_fails(kind, folder, tmp_path):
     path, graph, run = written("decoder", folder)
     out = tmp_path / "damaged.onnx"

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.cover import covering
 from tests.models.shapes import SHAPES, make_batch, make_decoder
 from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_hf import CUT
@@ -74,8 +75,7 @@ def test_our_decoder(name, rows):
     check(model, later_stage(other, other), packed(batch) if rows == "packed" else batch)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(("name", "mode"), covering(tuple(CUT), ("fp32", "bf16_mixed"), pairs=False))
 def test_hugging_face_models(name, mode):
     """In training mode: dropout of the embeddings is drawn, and the layers' own is off, since both stages draw."""
     model = convert(make(name), mode)

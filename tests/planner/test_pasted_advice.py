@@ -56,13 +56,13 @@ ON = pytest.mark.parametrize("where", MACHINES)
 
 
 def cases(*rest: object, commands: Iterable[str] = COMMANDS) -> list:
-    """Each command on each machine with each of `rest`; by default the first four of them on one of the
-    machines with one of `rest`: each machine with each of these."""
+    """Each command on each machine with each of `rest`; by default the first three of them on one of the
+    machines with one of `rest`: each machine, and each of these."""
     found = []
     for number, command in enumerate(commands):
         for place, where in enumerate(MACHINES):
             for at, one in enumerate(rest):
-                first = place == number % 2 and at == number // 2 % len(rest) and number < 4
+                first = place == number % 2 and at == number // 2 % len(rest) and number < 3
                 found.append(pytest.param(where, command, one, marks=() if first else pytest.mark.slow))
     return found
 

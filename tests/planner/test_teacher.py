@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cover import covering
 from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.training.tiny import tiny, write_text
 from tilewright.models.base.eval_mode import evaluation
@@ -70,9 +71,10 @@ def test_bytes_of_its_forward_pass_are_those_that_are_alive(mode, dim, rows, seq
     assert hidden.element_size() == shape.stream_bytes
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
-@pytest.mark.parametrize("chunk_rows", [64, 256])
-@pytest.mark.parametrize("divergence", distill.DIVERGENCES)
+@pytest.mark.parametrize(
+    ("divergence", "chunk_rows", "mode"),
+    covering(tuple(distill.DIVERGENCES), (64, 256), ("fp32", "bf16_mixed"), pairs=False),
+)
 def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows, divergence):
     words, tokens, width, theirs, chunk = 4000, 512, 64, 128, 4 * 4000 * chunk_rows
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
@@ -102,10 +104,14 @@ def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows, divergence
     assert counted.peak == pytest.approx(planned, rel=0.15)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
-@pytest.mark.parametrize("chunk_rows", [256, 512])
-@pytest.mark.parametrize(("temperature", "divergence"), [(1.0, "forward_kl"), (2.0, "forward_kl"), (2.0, "reverse_kl")])
-def test_bytes_of_a_loss_from_kept_tokens_are_those_that_are_alive(mode, chunk_rows, temperature, divergence):
+@pytest.mark.parametrize(
+    ("loss", "chunk_rows", "mode"),
+    covering(
+        ((1.0, "forward_kl"), (2.0, "forward_kl"), (2.0, "reverse_kl")), (256, 512), ("fp32", "bf16_mixed"), pairs=False
+    ),
+)
+def test_bytes_of_a_loss_from_kept_tokens_are_those_that_are_alive(loss, chunk_rows, mode):
+    temperature, divergence = loss
     words, tokens, width, top_k, chunk = 4000, 512, 64, 32, 4 * 4000 * chunk_rows
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
     kernels = Kernels(Kernels.default().machine, loss_chunk_bytes=chunk)

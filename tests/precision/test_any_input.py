@@ -71,7 +71,8 @@ INPUT_WRITES = {
 
 
 @pytest.mark.parametrize(
-    ("context", "write", "kind"), covering(("enable_grad", "no_grad", "inference_mode"), tuple(INPUT_WRITES), KINDS)
+    ("context", "write", "kind"),
+    covering(("enable_grad", "no_grad", "inference_mode"), tuple(INPUT_WRITES), KINDS, pairs=False),
 )
 def test_one_buffer_for_all_batches(context, write, kind):
     model = converted(kind)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+from tests.cover import covering
 from tests.models.shapes import KERNELS
 from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.precision.convert import convert
@@ -70,9 +71,7 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "average", "use_buffers"), covering(tuple(MODELS), tuple(AVERAGES), (False, True)))
 def test_an_average_is_that_of_the_weights(kind, average, use_buffers):
     """Against the same average of plain tensors; codes and integers stay what they are."""
     model = MODELS[kind](net())

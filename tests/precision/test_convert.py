@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cover import covering
 from tests.ops.compare import assert_snr
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
@@ -62,8 +63,10 @@ class SmallResNet(nn.Module):
 # ---- tilewright's decoder ----
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_experts": 4}, {"attention": "mla", "tie_embeddings": False}], ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    covering(tuple(MODES), ({}, {"num_experts": 4}, {"attention": "mla", "tie_embeddings": False}), pairs=False),
+)
 def test_decoder_in_every_mode_is_near_fp32(mode, shape):
     plain = decoder(**shape)
     loss, gradient = loss_and_gradient(plain)

@@ -60,7 +60,7 @@ def check_in_flight(tables, p, m):
             assert max(step_of(table).peaks) <= p + ROUNDING, pipeline
 
 
-@pytest.mark.parametrize(("p", "m"), [*SMALL, (32, 256)])
+@pytest.mark.parametrize(("p", "m"), [*SMALL, pytest.param(32, 256, marks=pytest.mark.slow)])
 def test_idle(tables, p, m):
     check_idle(tables, p, m)
 
