@@ -1,6 +1,7 @@
 """The command line's surface, frozen: a change here is a change for users and belongs in CHANGELOG.md."""
 
 import click
+import pytest
 
 import tilewright
 from tilewright.cli.app import COMMANDS, cli
@@ -180,3 +181,22 @@ def test_public_names():
     assert set(tilewright.__all__) == PUBLIC
     for name in PUBLIC:
         assert getattr(tilewright, name) is not None
+
+
+def options(command, context):
+    """Of a command, and of the commands in it."""
+    yield from (param for param in command.params if isinstance(param, click.Option))
+    for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+        yield from options(command.get_command(context, name), context)
+
+
+def test_numbers_that_nothing_can_hold_are_refused():
+    """Where click takes them, torch or the arithmetic behind an option ends in a traceback, or the process in none."""
+    checked = set()
+    for option in options(cli, click.Context(cli)):
+        wrong = {"--seed": "9223372036854775808", "--threads": "100000"}.get(option.opts[0])
+        for value in ["nan"] * isinstance(option.type, click.types.FloatParamType) + [wrong] * bool(wrong):
+            with pytest.raises(click.BadParameter):
+                option.type.convert(value, option, None)
+            checked.add(option.opts[0])
+    assert {"--seed", "--threads", "--temperature", "--time-limit"} <= checked

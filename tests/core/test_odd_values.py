@@ -97,6 +97,14 @@ def test_odd_values_of_each_kind(path, value, tmp_path):
     assert outcome(file=tmp_path / "r.toml", text=f"[{section}]\n{name} = {value}\n")
 
 
+@pytest.mark.parametrize("name", ["hidden", "attention"])
+@pytest.mark.parametrize("layer", ["01", "00", "1_0", "one", '" 1"', '"\u0663"', '""', "9" * 5000])
+def test_a_layer_of_a_teacher_is_written_in_one_way(layer, name):
+    """Two ways to write one layer would be two pairs, of which only the last one counts."""
+    said = outcome(overrides=["--distill.teacher", "runs/any", f"--distill.{name}", f"{{ {layer} = 0, 1 = 2 }}"])
+    assert "Layer is not a number" in said, said
+
+
 @pytest.mark.parametrize(
     "name", ["a" * 300, "a/b" * 2000, "a\\u0000b", "..", "/", "\\u001b[31m", "x\\ny", "r.toml", ""]
 )

@@ -1,7 +1,8 @@
-"""Parts that commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
+"""Parts that commands share: the recipe argument with `--section.field value`, numbers, verbosity, and JSON output."""
 
 import difflib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import click
 
 from tilewright.cli.table_layout import lay_out
 from tilewright.core import env, log
+from tilewright.core.env import MOST_THREADS
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.json_text import to_json
 from tilewright.core.log import say
@@ -17,6 +19,27 @@ from tilewright.core.log import say
 _OVERRIDES = "tilewright.overrides"
 LATEST = "runs/latest"
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+SEED = click.IntRange(0, 2**63 - 1)
+"""Of random numbers, as `run.seed`."""
+THREADS = click.IntRange(1, MOST_THREADS)
+"""Of a CPU, as `run.threads`."""
+
+
+class FiniteRange(click.FloatRange):
+    """click's, which takes "nan" for a number in any range, and "inf" in one without an end.
+
+    Example:
+        >>> FiniteRange(0).convert("nan", None, None)
+        Traceback (most recent call last):
+        click.exceptions.BadParameter: 'nan' is not a finite number.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
 
 
 class RecipeCommand(click.Command):

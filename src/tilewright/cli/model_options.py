@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import click
 
+from tilewright.cli.common import THREADS, FiniteRange
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -39,7 +41,7 @@ def threads_option(function: Function) -> Function:
     """`--threads`."""
     return click.option(
         "--threads",
-        type=click.IntRange(1),
+        type=THREADS,
         help="CPU threads. Default: those of the run, else one per physical core.",
     )(function)
 
@@ -59,7 +61,7 @@ def sampling_options(*, temperature: float, top_k: int) -> Callable[[Function], 
             "--temperature",
             default=temperature,
             show_default=True,
-            type=click.FloatRange(0),
+            type=FiniteRange(0),
             help="Sampling temperature; 0 is greedy decoding.",
         )(function)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from tilewright.cli.common import run_argument, verbosity
+from tilewright.cli.common import SEED, run_argument, verbosity
 from tilewright.cli.model_options import sampling_options, threads_option
 from tilewright.core.errors import ConfigError
 
@@ -14,7 +14,7 @@ from tilewright.core.errors import ConfigError
 @click.option("--prompt", default="", help="Prompt. Default: start of a document (BOS).")
 @click.option("--tokens", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of new tokens.")
 @sampling_options(temperature=0.8, top_k=40)
-@click.option("--seed", default=1234, show_default=True, type=click.IntRange(0), help="Random seed.")
+@click.option("--seed", default=1234, show_default=True, type=SEED, help="Random seed.")
 @threads_option
 @verbosity
 def generate(

@@ -5,6 +5,7 @@ places and leave out those whose fields are already known to be wrong.
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 
 from tilewright.core.config.executors import Capabilities, capabilities_of
@@ -15,6 +16,8 @@ from tilewright.core.config.sections.expert_conflicts import expert_conflicts
 from tilewright.core.config.sections.stage_conflicts import stage_conflicts
 from tilewright.core.config.sections.sync_conflicts import sync_conflicts
 from tilewright.core.config.sections.tensor_conflicts import tensor_conflicts
+
+_LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
@@ -116,12 +119,12 @@ def _hidden(recipe: Recipe) -> Iterator[Conflict]:
     section, parallel = recipe.distill, recipe.parallel
     maps = {"hidden": section.hidden, "attention": section.attention} if section.teacher else {}
     for name, pairs in ((f"distill.{name}", pairs) for name, pairs in maps.items() if pairs):
-        if wrong := [layer for layer in pairs if not layer.isdecimal()]:
+        if wrong := [layer for layer in pairs if not _LAYER.fullmatch(layer)]:  # "01" would be layer 1 once more
             yield Conflict(
                 (name,),
                 "Layer is not a number",
                 f"{name} names {', '.join(map(repr, wrong))}",
-                "numbers of layers, counted from 0",
+                "numbers of layers, counted from 0, without other digits before",
                 f"{name} = {{ 2 = 5 }}",
             )
         if section.cache:

@@ -17,6 +17,7 @@ from tilewright.core.config.sections.energy import EnergySection
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.config.sections.precision import PrecisionSection
+from tilewright.core.env import MOST_THREADS
 
 ActivationCheckpoint = Literal["none", "selective", "matmuls", "attention", "full"]
 CheckpointInputs = Literal["exact", "fp8"]
@@ -50,7 +51,7 @@ class RunSection(Section):
     """Seeds initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA GPU where there is one."""
-    threads: Count = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=MOST_THREADS)
     """CPU threads for torch. 0: one a physical core."""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.common import verbosity
+from tilewright.cli.common import SEED, FiniteRange, verbosity
 from tilewright.cli.error_text import print_error
 from tilewright.cli.model_options import model_argument, model_options, sampling_options
 from tilewright.core.errors import DataError
@@ -31,10 +31,10 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an 
     "--top-p",
     default=0.95,
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     help="Sample among the most likely tokens whose probabilities sum to this; 1 is off.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Random seed. Default: another one each time.")
+@click.option("--seed", type=SEED, help="Random seed. Default: another one each time.")
 @click.option("--stop", multiple=True, help="Text that ends an answer and is not printed; may be repeated.")
 @model_options
 @verbosity

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewright.cli.commands.train import train_and_judge
-from tilewright.cli.common import RecipeCommand, overrides, verbosity
+from tilewright.cli.common import FiniteRange, RecipeCommand, overrides, verbosity
 from tilewright.core.config.load import Loaded
 from tilewright.core.env import gc_paused
 from tilewright.core.errors import ConfigError
@@ -34,7 +34,7 @@ _WORDS = {
 )
 @click.option(
     "--passes",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=3,
     show_default=True,
     help="Passes over the data, where neither --train.steps nor --train.minutes is given.",

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from tilewright.cli.common import verbosity
+from tilewright.cli.common import FiniteRange, verbosity
 from tilewright.cli.model_options import model_argument, model_options
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.log import say
@@ -44,7 +44,7 @@ from tilewright.core.units import format_bytes, parse_bytes
     help="Tokens of prompts that are run between two tokens of the answers that are being drawn.",
 )
 @click.option(
-    "--timeout", default=600.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds per request."
+    "--timeout", default=600.0, show_default=True, type=FiniteRange(0, min_open=True), help="Seconds per request."
 )
 @click.option(
     "--max-body",

@@ -8,6 +8,7 @@ import click
 from tilewright.cli.commands.outputs.stages import folder_beside, say_aside, write_page
 from tilewright.cli.common import (
     LATEST,
+    FiniteRange,
     RecipeCommand,
     echo,
     find_run,
@@ -57,7 +58,7 @@ PAGE = "compress.html"
 )
 @click.option("--no-refit", is_flag=True, help="Do not fit the layers behind a cut before recovery.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of all stages. Default: RUN-compressed.")
-@click.option("--time-limit", type=click.FloatRange(1), default=600, show_default=True, help="Seconds per runtime.")
+@click.option("--time-limit", type=FiniteRange(1), default=600, show_default=True, help="Seconds per runtime.")
 @click.option("--dry-run", is_flag=True, help="Measure each cut, print what would be tried, and train nothing.")
 @json_option
 @verbosity

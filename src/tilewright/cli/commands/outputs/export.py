@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.common import echo, json_option, print_json, run_argument, show_table, verbosity
+from tilewright.cli.common import (
+    THREADS,
+    FiniteRange,
+    echo,
+    json_option,
+    print_json,
+    run_argument,
+    show_table,
+    verbosity,
+)
 from tilewright.core.log import say
 
 if TYPE_CHECKING:
@@ -30,8 +39,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="Weights in 4 bits: as the run was trained, else rounded; rounded; GPTQ; or AWQ.",
 )
-@click.option("--threads", type=click.IntRange(1), help="Threads of each runtime. Default: those of the run.")
-@click.option("--time-limit", type=click.FloatRange(1), default=600, show_default=True, help="Seconds per runtime.")
+@click.option("--threads", type=THREADS, help="Threads of each runtime. Default: those of the run.")
+@click.option("--time-limit", type=FiniteRange(1), default=600, show_default=True, help="Seconds per runtime.")
 @json_option
 @verbosity
 def export(
