@@ -22,7 +22,9 @@ RECIPE = load_recipe(None, {"train.global_batch_size": "8", "train.micro_batch_s
 
 
 def plans_of(speeds):
-    return [CutPlan((CutCost("ffn", 0.5, number, 0.0, 0.0, 1, speed),)) for number, speed in enumerate(speeds)]
+    return [
+        CutPlan((CutCost("ffn", 0.5, number, len(speeds), 0.0, 0.0, 1, speed),)) for number, speed in enumerate(speeds)
+    ]
 
 
 @given(
