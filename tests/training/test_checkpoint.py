@@ -281,3 +281,19 @@ def test_a_bug_in_the_writing_thread_is_not_swallowed(tmp_path, monkeypatch):
     store.save(1, {"w": torch.zeros(3)}, {})
     with pytest.raises(KeyError, match="a bug of ours"):
         store.wait()
+
+
+def test_a_folder_whose_name_is_no_step_is_no_checkpoint(tmp_path):
+    """Also where it ends in what is a digit to Python and no number."""
+    for name in (
+        "step_",
+        "step_²",
+        "step_1²",
+        "step_x",
+        "step_00000002.partial",
+        "step_-1",
+        "step_1_0",
+        "step_00000003",
+    ):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in CheckpointStore(tmp_path).paths()] == ["step_00000003"]

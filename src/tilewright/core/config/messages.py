@@ -116,4 +116,4 @@ def not_a_section(section: str, content: object, place: str, root: type[BaseMode
 def by_line(problem: Problem) -> tuple[str, int]:
     """Sorts problems of files by line; the others come after, in the order found."""
     file, _, number = problem.where.rpartition(":")
-    return (file, int(number)) if file.endswith(".toml") and number.isdigit() else ("~", 0)
+    return (file, int(number)) if file.endswith(".toml") and number.isdecimal() else ("~", 0)

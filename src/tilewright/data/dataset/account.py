@@ -97,7 +97,7 @@ def build_account(folder: Path) -> BuildAccount:
 
 
 def _indices(units: Units, stage: str) -> list[int]:
-    return sorted(int(one.name) for one in (units.root / stage).glob("*") if one.name.isdigit())
+    return sorted(int(one.name) for one in (units.root / stage).glob("*") if one.name.isdecimal())
 
 
 def _stage(units: Units, name: str, says: str) -> StageCount:

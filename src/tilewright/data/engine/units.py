@@ -121,7 +121,7 @@ class Units:
     def remove_beyond(self, stage: str, num: int) -> None:
         """Remove units of a stage that has fewer of them now."""
         for folder in (self.root / stage).glob("*"):
-            if folder.name.isdigit() and int(folder.name) >= num:
+            if folder.name.isdecimal() and int(folder.name) >= num:
                 shutil.rmtree(folder)
 
 

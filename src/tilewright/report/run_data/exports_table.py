@@ -105,7 +105,7 @@ def _rows(record: Mapping[str, Any], key: str) -> list[Row]:
 def _cells(row: Row, fp32_bytes: float | None) -> tuple[str, ...]:
     size, kl, memory = (number(row.get(key)) for key in ("bytes", "kl", "peak_bytes"))
     prefill = found if isinstance(found := row.get("prefill_s"), dict) else {}
-    times = sorted((int(n), s) for n, value in prefill.items() if n.isdigit() and (s := number(value)) is not None)
+    times = sorted((int(n), s) for n, value in prefill.items() if n.isdecimal() and (s := number(value)) is not None)
     return (
         str(row.get("target", "")),
         str(row.get("consumer", "")),

@@ -258,7 +258,7 @@ class CheckpointStore:
             every = list(self.folder.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = [p for p in every if p.name.startswith(_PREFIX) and p.name[len(_PREFIX) :].isdigit()]
+        found = [p for p in every if p.name.startswith(_PREFIX) and p.name[len(_PREFIX) :].isdecimal()]
         return sorted(found, key=lambda p: int(p.name[len(_PREFIX) :]))
 
     def newest_sound(self) -> tuple[Path | None, list[Rejection]]:

@@ -142,7 +142,7 @@ def skip_steps(run: Path, first: int, last: int) -> tuple[int, int]:
 
 def _step_of(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1
 
 
 @contextmanager
