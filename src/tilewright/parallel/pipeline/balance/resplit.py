@@ -91,14 +91,16 @@ def best_split(costs: SplitCosts) -> tuple[int, ...]:
         >>> best_split(SplitCosts((5.0, 5.0, 2.0, 2.0, 2.0, 2.0), rank_of=(0, 1), speeds=(1.0, 1.0), last=2.0))
         (2, 4)
     """
-    split, rows = _dealt(costs), list(_rows(costs))
-    while len(set(costs.layers)) > 1:
+    split = _dealt(costs)
+    if len(set(costs.layers)) < 2:
+        return split
+    rows = list(_rows(costs))
+    while True:
         split = _rows_cut_again(costs, split, rows)
         moved = _moved(costs, split) if len(rows) > 1 else None
         if moved is None:
-            break
+            return split
         split = moved
-    return split
 
 
 def _rows_cut_again(costs: SplitCosts, split: tuple[int, ...], rows: Sequence[range]) -> tuple[int, ...]:

@@ -12,11 +12,9 @@ def spread_layers(costs: MeshCosts) -> tuple[int, ...]:
         costs: of the setting; which layers its stages have does not matter.
     """
     pipeline, classes = costs.setting.pipeline, costs.model.whole.classes
-    seconds = {
-        layer: costs.rates.layer(place, costs.key).total
-        for place, found in enumerate(classes)
-        for layer in found.indices
-    }
+    seconds: dict[int, float] = {}
+    for place, found in enumerate(classes):
+        seconds |= dict.fromkeys(found.indices, costs.rates.layer(place, costs.key).total)
     head = costs.rates.stage(StageLayers((0,) * len(classes), first=False, last=True), costs.key).total
     layers = [of_layer for _, of_layer in sorted(seconds.items())]
     ranks = [pipeline.rank_of(stage) for stage in range(pipeline.num_stages)]
