@@ -146,6 +146,7 @@ class Compression:
         if self.settings.controls != "none":
             with timed(self.record, "control-teacher"):
                 self._control("teacher")
+            write_record(self.out, self.record)
         chosen, rows = by_halves(plans, self.settings.tries, self._inside), self.record["recovered"]
         if not rows:
             raise self._not_finite()
@@ -223,6 +224,7 @@ class Compression:
             key = f"{name}-{best['name']}"
             with timed(self.record, f"control-{name}"):
                 unless_not_finite(self.record, key, self.say, partial(self._control, name, best))
+            write_record(self.out, self.record)
 
     def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
         """The row of a control: of the run itself, or of a cut."""
