@@ -223,7 +223,8 @@ class MeshSearch:
         queue: list[tuple[float, int, str, MeshCosts]] = []
         for place, group in enumerate(groups):
             if self._static(group) <= self._budget:
-                one = self._costs(group, "keep" if "keep" in self._space.kinds else self._space.kinds[0])
+                kept = "keep" if "keep" in self._space.kinds else self._space.kinds[0]
+                one = MeshCosts(self._rates, replace(group, activations=kept))  # `least_s` is that of any split
                 queue.append((one.least_s, place, "", one))
         heapq.heapify(queue)
         found: list[tuple[float, int, MeshStep]] = []
