@@ -21,7 +21,7 @@ DENSE = ("decoder", "llama", "qwen3")
 MESHES = [("decoder", "dp_shard=2,tp=2"), ("llama", "dp_shard=2,tp=2")]
 MESHES += [(family, mesh) for family in ("qwen3_moe", "deepseek_v3") for mesh in ("tp=2", "tp=2,ep=2")]
 MESHES += [("moe_cpu", mesh) for mesh in ("tp=2", "tp=2,ep=2")]
-MESHES += [("llama", "tp=2")]  # that of the decoder is in test_parity.py
+MESHES += [("llama", "tp=2"), ("qwen3", "tp=2")]  # that of the decoder is in test_parity.py
 STAGES = [("llama", "1f1b"), ("qwen3", "zbv"), ("qwen3_moe", "interleaved"), ("deepseek_v3", "1f1b")]
 STAGES += [("moe_cpu", "1f1b")]  # and so is that of the decoder
 
