@@ -15,6 +15,7 @@ from tests.ops.compare import assert_snr
 from tests.ops.follow import DTYPES as FOLLOWED
 from tests.ops.follow import SHAPES, pair, same_bits
 from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
+from tests.ops.test_cached_layer import drawn, with_past
 from tests.ops.test_int8_linear import assert_exact
 from tests.ops.test_linear_attention import by_definition as recurrence
 from tests.ops.test_linear_attention import operands
@@ -26,10 +27,11 @@ from tilewright.formats.integer import INT8, quantize_integer
 from tilewright.ops.adam import ADAM, FOLLOW_WRITES, LOW_BIT_ADAM, MASTER_ADAM
 from tilewright.ops.attention import ATTENTION, LINEAR_ATTENTION, attention_kind
 from tilewright.ops.backends.ref.adam import adam as ref_adam
+from tilewright.ops.backends.ref.cached_layer import cached_layer
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
 from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.linear import LINEAR, MOST_ROWS, ROW_LINEAR
+from tilewright.ops.linear import CACHED_LAYER, LINEAR, MOST_ROWS, ROW_LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.newton_schulz import NEWTON_SCHULZ
 from tilewright.ops.norm import RMS_NORM
@@ -63,6 +65,19 @@ def test_a_few_rows(name, dtype):
         with torch.no_grad():
             out = run(*(tensor.to(DEVICE) for tensor in (x, weight, bias)))
         assert_snr(out.cpu(), x.double() @ weight.double().T + bias.double(), SNR_DB[dtype], f"{rows} rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@names(CACHED_LAYER)
+def test_the_next_token_of_a_layer(name, dtype):
+    run = run_poisoned(CACHED_LAYER, name, dtype)
+    for rows in range(1, MOST_ROWS + 1):
+        operands = drawn(rows, 2, 2, 16, 40, 56, 9, dtype)
+        want = cached_layer(*with_past(operands, torch.Tensor.double))
+        x, weights, eps, cos, sin, pasts = with_past(operands, lambda tensor: tensor.to(DEVICE, copy=True))
+        with torch.no_grad():
+            out = run(x, weights, eps, cos.to(DEVICE), sin.to(DEVICE), pasts)
+        assert_snr(out.cpu(), want, SNR_DB[dtype], f"{rows} rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

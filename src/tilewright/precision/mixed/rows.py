@@ -32,6 +32,7 @@ def attach(model: nn.Module, machine: Machine) -> list[str]:
         Names of the linear layers.
 
     Example:
+        >>> import torch
         >>> from tilewright.core.hardware import detect_machine
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> before = model(torch.ones(1, 2))

@@ -22,11 +22,11 @@ def by_rank(order: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
     """The experts of each rank.
 
     Example:
-        >>> by_rank((0, 2, 1, 3), 2)
-        ((0, 2), (1, 3))
+        >>> by_rank((0, 2, 1, 3), 2), by_rank((), 2)
+        (((0, 2), (1, 3)), ((), ()))
     """
     each = len(order) // ranks
-    return tuple(tuple(order[start : start + each]) for start in range(0, len(order), each))
+    return tuple(tuple(order[rank * each : (rank + 1) * each]) for rank in range(ranks))
 
 
 def usual(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
