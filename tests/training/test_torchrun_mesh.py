@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.training.tiny import last_state, rows, settings
+from tilewright.report.run_data.traffic_table import AXES
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 MESH = {
@@ -19,9 +20,14 @@ MESH = {
 
 def torchrun(data, runs, **changes):
     """Code and output of the tiny run on four processes."""
-    options = [f"--{name}={value}" for name, value in settings(data, runs, **MESH | changes).items()]
+    return train_on_four("default", settings(data, runs, **MESH | changes))
+
+
+def train_on_four(recipe, given):
+    """Code and output of a recipe, by the command that documents give."""
+    options = [f"--{name}={value}" for name, value in given.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    command += ["-m", "tilewright", "train", "default", *options]
+    command += ["-m", "tilewright", "train", recipe, *options]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -64,3 +70,32 @@ def test_what_does_not_fit_is_refused_once(data, tmp_path):
         assert f"\n  {part} " in told
     assert not (tmp_path / "tiny" / "run.toml").exists()
     assert not list((tmp_path / "tiny").rglob("step_*"))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_mixture_in_8_bits_trains_with_spread_experts(data, tmp_path, tp):
+    """`torchrun --nproc-per-node 4 -m tilewright train moe_cpu`, with a shorter run on a small text: the model and its
+    mesh are the recipe's. `--parallel.tp 2` is the one flag that cuts matrices too."""
+    given = {
+        "run.dir": tmp_path, "run.name": "moe", "run.threads": 1, "data.source": data / "text",
+        "data.cache_dir": tmp_path / "cache", "data.vocab_size": 512, "data.seq_len": 128, "train.steps": 3,
+        "train.global_batch_size": 4, "train.micro_batch_size": 1, "train.eval_interval": 0, "train.log_interval": 1,
+        "train.eval_batches": 1, "train.sample_tokens": 0,
+    }  # fmt: skip
+    code, said = train_on_four("moe_cpu", given | ({"parallel.tp": tp} if tp > 1 else {}))
+    assert code == 0, said
+    folder = tmp_path / "moe"
+    steps = [row for row in rows(folder / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    axes = ("ep", "dp_shard", "efsdp") if tp == 1 else ("ep", "dp_shard", "tp")
+    for axis in axes:
+        assert steps[-1][f"exchange_exposed_s.{axis}"] >= 0
+        assert any(name.startswith(f"sent_bytes.{axis}.") and steps[-1][name] > 0 for name in steps[-1])
+    page = (folder / "report.html").read_text()
+    assert "Exchanges between processes" in page
+    assert all(AXES[axis] in page for axis in axes)
+    _, meta = last_state(folder)
+    ran = [gemms for name, gemms in meta["parts"]["audit"].items() if ".mlp.experts." in name]
+    assert ran
+    assert all(set(formats) == {"fp8_tile"} for gemms in ran for formats in gemms.values())
