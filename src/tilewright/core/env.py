@@ -19,7 +19,7 @@ from tilewright.core.errors import ConfigError, Problem
 PREFIX = "TILEWRIGHT_"
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
-MOST_THREADS = 1024  # that may be asked for: with tens of thousands OpenMP's runtime ends the process, without a word
+MOST_THREADS = 1024  # that may be asked for: with tens of thousands OpenMP's runtime ends the process without an error
 
 
 @dataclass(frozen=True)

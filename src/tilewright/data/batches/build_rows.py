@@ -149,7 +149,7 @@ def pack_groups(
 
 
 def save_packing(folder: Path, split: str, packing: Packing, digest: xxhash.xxh3_128) -> None:
-    """Write the tables of a split's rows into `folder`; `digest` is told their content."""
+    """Write the tables of a split's rows into `folder`; `digest` is updated with them."""
     for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
         digest.update(array.tobytes())
         np.save(folder / f"{split}.{name}.npy", array)

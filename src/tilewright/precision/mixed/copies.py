@@ -32,7 +32,7 @@ def has_wide_gradients(model: nn.Module) -> bool:
 
 def refuse_wrappers(model: nn.Module) -> None:
     """Let a model with such gradients raise in a forward pass of torch's DistributedDataParallel, and of `fully_shard`
-    where it was not called by `parallel.shard`: its parts would have gradients in 16 bits, without a word. Where torch
+    where it was not called by `parallel.shard`: its parts would silently have gradients in 16 bits. Where torch
     itself refuses the shards, its error gets the words."""
     if _check not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check)

@@ -1,6 +1,6 @@
 """Which documents of a step share a micro-batch, on which data rank, and in what order they pass. No exchange.
 
-What goes in is what all ranks have agreed on, so all of them get the same assignment without a word. Documents go from
+What goes in is what all ranks have agreed on, so all of them get the same assignment. Documents go from
 the most expensive to the cheapest, each to the micro-batch that would be through first (LPT, Graham 1969: at most a
 third above the best); a micro-batch of a slow rank is through later, so it gets less. The cheapest micro-batches pass
 first and last: while a pipeline fills and drains, ranks wait for as long as those take. Ranks that meet in each layer's
