@@ -81,7 +81,8 @@ def chosen_table(kernels: Sequence[Row]) -> Table:
 
 
 def candidate_table(kernels: Sequence[Row]) -> Table:
-    """The same with the reasons against the candidates that come before the chosen one."""
+    """One row per operation, device and chosen kernel, with the reasons against the candidates before the chosen
+    one."""
 
     def reasons(row: Row) -> tuple[str, ...]:
         return ("; ".join(f"{name}: {reason}" for name, reason in row["rejected"]),)

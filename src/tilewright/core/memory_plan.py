@@ -84,7 +84,7 @@ class MemoryPlan:
         mlp_chunks: int = 1,
         attention_block: int = 0,
     ) -> "MemoryPlan":
-        """The same for all layers; both ends are stored where the layers are."""
+        """A plan that treats all layers alike; both ends are stored where the layers are."""
         layer = LayerMemory(
             parameters=parameters,
             states=states,

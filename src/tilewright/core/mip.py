@@ -43,7 +43,7 @@ class LinearRow:
 
     @property
     def content(self) -> "RowContent":
-        """Its entries without zeros, and its bounds."""
+        """The row's entries without zeros, and its bounds."""
         return tuple((place, value) for place, value in self.entries.items() if value), self.lower, self.upper
 
 

@@ -58,7 +58,7 @@ class EnergyUse:
         return cls(_sum(table["joules"], {}), _sum(table["seconds"], {}), parts)
 
     def plus(self, other: "EnergyUse") -> "EnergyUse":
-        """Of two machines, or of two processes one after the other. A part of both is one."""
+        """The sum of the energy of two machines, or of two processes one after the other. A part of both is one."""
         parts = {name: dict(part) for name, part in self.parts.items()}
         for name, part in other.parts.items():
             before = parts.get(name)

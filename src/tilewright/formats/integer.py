@@ -57,7 +57,7 @@ class IntSpec:
 
     @property
     def name(self) -> str:
-        """As recipes and reports write it."""
+        """The format's name, as recipes and reports write it."""
         return f"int{self.bits}"
 
     @property

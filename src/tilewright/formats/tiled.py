@@ -46,7 +46,7 @@ class OperandFormat:
         return f"{self.element.name} {self.scale}"
 
     def transposed(self) -> "OperandFormat":
-        """Of the transposed matrix."""
+        """The format of the transposed matrix."""
         return OperandFormat(self.element, self.scale.transposed())
 
     @property
@@ -77,7 +77,7 @@ class OperandFormat:
         return shape[0] * shape[1] + self.scale_bytes(shape)
 
     def scale_bytes(self, shape: tuple[int, int]) -> int:
-        """Those of them that are scales."""
+        """Bytes of the scales in a matrix of this shape."""
         down, across = self.tile.grid(shape)
         return down * across * self.scale.dtype.itemsize + 4 * self.scale.second
 

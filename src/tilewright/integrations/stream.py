@@ -44,7 +44,7 @@ class StreamSteps:
         return now if now["step"] == step else self._before[step]
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """As `Stream.move`; a state before a step that was read ahead has the move too."""
+        """Change the weights as `Stream.move` does; a state before a step that was read ahead has the change too."""
         start = self.stream.move(weights, why)
         now = self.stream.state_dict()
         for state in self._before.values() if start is not None else ():

@@ -68,7 +68,8 @@ def chunk_mlps(model: nn.Module, chunks: int, note: Callable[[str], None], *, co
 def chunk_layers(
     layers: Sequence[nn.Module], chunks: Sequence[int], note: Callable[[str], None], *, compile: bool = False
 ) -> list[str]:
-    """The same, each layer's MLP with a number of its own; see `chunk_mlps`.
+    """Run the MLPs of layers on a few tokens at a time, as `chunk_mlps` does, each layer's with its own number of
+    chunks.
 
     Args:
         layers: of one model.
@@ -213,16 +214,16 @@ class _Held:
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Held":
-        """Those of this moment, each once."""
+        """The tensors that a module holds now, each once."""
         return cls(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
 
     @property
     def trained(self) -> list[Tensor]:
-        """Those that get gradients."""
+        """The held tensors that get gradients."""
         return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
     def with_trained(self, trained: Sequence[Tensor]) -> "_Held":
-        """The same with others in the places of `trained`."""
+        """These tensors with others in the places of `trained`."""
         others = iter(trained)
         tensors = {name: next(others) if held.requires_grad else held for name, held in self.tensors.items()}
         return _Held(self.module, tensors)
@@ -316,7 +317,7 @@ class _Surroundings:
 
     @classmethod
     def now(cls, device: torch.device, draws: bool) -> "_Surroundings":
-        """Those of this moment; random states only where something may be drawn."""
+        """The settings at this moment; random states only where something may be drawn."""
         kind = device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         modes = tuple(mode for mode in _get_current_function_mode_stack() if isinstance(mode, Fp32Functions))

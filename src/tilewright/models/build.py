@@ -192,7 +192,7 @@ def init_weights(model: Model, seed: int) -> None:
 
 
 def random_values(model: Model, seed: int) -> InitialValues:
-    """The same in pieces. The model may be on the meta device."""
+    """Random initial weights as `init_weights` gives them, in pieces. The model may be on the meta device."""
     return spec_of(model.architecture).random_values(model, seed)
 
 

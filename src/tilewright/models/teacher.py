@@ -33,7 +33,7 @@ class TeacherFolder:
 
     @property
     def lora(self) -> LoraSection:
-        """Its adapters."""
+        """The adapters of the teacher."""
         return LoraSection() if self.run is None else self.run.lora
 
     def on_meta(self) -> Model:

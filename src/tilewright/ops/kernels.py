@@ -117,7 +117,7 @@ class Kernels:
 
     @classmethod
     def from_sections(cls, machine: Machine, ops: OpsSection, memory: MemorySection) -> "Kernels":
-        """As a recipe says it, in its sections [ops] and [memory]."""
+        """The kernels that a recipe's sections [ops] and [memory] ask for."""
         loss_chunk_bytes, attention_block = memory.loss_chunk_bytes, memory.attention_block
         return cls(machine, ops.model_dump(), loss_chunk_bytes=loss_chunk_bytes, attention_block=attention_block)
 
@@ -226,8 +226,8 @@ class Kernels:
         decay_BHS: Tensor,
         rate_BHS: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The same of the next positions of one document, from the state that earlier ones left (None: there are
-        none), and the state that is left now [B, H, D, D] in FP32. No gradient is asked of it."""
+        """Linear attention of the next positions of one document, from the state that earlier ones left (None: there
+        are none), and the state after them [B, H, D, D] in FP32. No gradient is asked of it."""
         if q_BHSD.shape[2] == 1:  # of one position, calls take the time
             return ref_linear.with_state(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, state_BHDD)
         from tilewright.ops.backends import linear_attention  # it registers torch operators

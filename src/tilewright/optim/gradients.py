@@ -130,7 +130,8 @@ def found_inf(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) 
 
 
 def any_not_finite(lists: list[list[Tensor]], device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The same of values that `gradient_values` gave; on this device where there are none."""
+    """True if one of the values that `gradient_values` gave is not finite: a 0-dim boolean tensor; on `device` where
+    there are none."""
     finite = [all_finite(values) for values in lists]
     if finite:
         bad = ~torch.stack([flag.to(finite[0].device) for flag in finite]).all()

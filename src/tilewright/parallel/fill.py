@@ -99,7 +99,8 @@ def shard_all(
 
 @torch.no_grad()
 def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device, *, fresh: bool = True) -> None:
-    """The same without shards: a rank's stages, and its parts of what tensor parallelism has cut.
+    """Give a model on the meta device its memory and values without shards: a rank's stages, and its parts of the
+    matrices that tensor parallelism has cut.
 
     Args:
         model, values, device, fresh: see `shard_from_meta`.

@@ -139,7 +139,7 @@ class World:
             self.heartbeat.phase(phase)
 
     def begin(self, phase: str) -> None:
-        """The same, of another start: steps may be counted from an earlier one on again."""
+        """The ranks begin a phase of another start: steps may be counted from an earlier one on again."""
         if self.heartbeat is not None:
             self.heartbeat.begin(phase)
 
@@ -179,7 +179,8 @@ class World:
         return self._shards if self.mesh is not None and sharded else None
 
     def fsdp_mesh_beside(self, experts: bool) -> DeviceMesh | None:
-        """The same of a model whose experts have a mesh of their own: the rest may be in one shard then."""
+        """The mesh of FSDP2 for the rest of a model whose experts have a mesh of their own: the rest may be in one
+        shard then."""
         return self._shards if experts and self.mesh is not None else self.fsdp_mesh
 
     @property
@@ -189,7 +190,8 @@ class World:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
-        """The same for experts that are spread (`ep`): ranks that hold the same ones. None where they are not."""
+        """The mesh of FSDP2 for experts that are spread (`ep`): ranks that hold the same ones. None where they are
+        not."""
         if self.expert_mesh is None:
             return None
         copies = ("dp_replicate",) if self._fsdp_sums_copies else ()

@@ -40,7 +40,7 @@ class Budget:
     disk: float = 0.0
 
     def without_disk(self) -> "Budget":
-        """The same where the disk is no place."""
+        """This budget without a disk."""
         return replace(self, disk=0.0, links=replace(self.links, disk=None))
 
 
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def step_bytes(self) -> float:
-        """The same in a step; evaluation and checkpoints left out."""
+        """Most bytes on the device in a step; evaluation and checkpoints left out."""
         return max(self.phase_bytes(name) for name in self.phases if name.startswith(STEP_PHASES))
 
     @property
@@ -122,7 +122,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Of a step, by part: the sums of `around` and of the rows' operations."""
+        """Seconds of a step, by part: the sums of `around` and of the rows' operations."""
         found = by_part(self.around)
         for row in self.rows:
             for name, value in by_part(row.operations).items():
@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def known_step_s(self) -> float:
-        """The same; 0 where that is not known."""
+        """Seconds of an optimizer step; 0 where they are not known."""
         return 0.0 if self.shape.unknown else self.step_s
 
     @property
@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Of these what a rank sends to others, by operation; what ranks that cut matrices exchange left out."""
+        """Bytes of a step that a rank sends to others, by operation; what ranks that cut matrices exchange left out."""
         found = self._of_weights.plus(RankTraffic(exchange=self._of_tokens.exchange))
         return {name: int(size) for name, size in found.sent(self.setting.shards).items()}
 
@@ -199,12 +199,12 @@ class Plan:
 
     @property
     def least_host(self) -> float:
-        """The same of the host's memory."""
+        """Host memory of a budget in which this plan is accepted."""
         return _SPARE * self.host_bytes / self._left
 
     @property
     def least_disk(self) -> float:
-        """The same of the disk's."""
+        """Disk space of a budget in which this plan is accepted."""
         return _SPARE * self.disk_bytes / self._left
 
     @property
@@ -232,7 +232,7 @@ class Plan:
         return rank_rows(self.shape, self.setting)
 
     def scaled(self, memory: float, time: float) -> "Plan":
-        """The same, corrected by what was measured.
+        """This plan, corrected by what was measured.
 
         Args:
             memory: measured over planned bytes of the device.
@@ -285,7 +285,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """Of a step, and tokens."""
+        """Time of a step and tokens/s, in words."""
         return f"{format_seconds(self.step_s)} a step, {format_count(self.tokens_per_s)} tokens/s"
 
     @property

@@ -85,7 +85,7 @@ class _Table:
 
 
 def narrower(recipe: Recipe) -> Iterator[dict[str, str]]:
-    """Of `FORMATS` those with fewer bits than a recipe has."""
+    """The entries of `FORMATS` that have fewer bits than a recipe has."""
     bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
     for formats in FORMATS:
         fewer = all(bits[new] < bits[getattr(recipe.optim, name.partition(".")[2])] for name, new in formats.items())

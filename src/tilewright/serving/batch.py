@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def reserved_bytes(self) -> float:
-        """Of the answers that have begun."""
+        """Bytes reserved for the answers that have begun."""
         return sum(self._reserved.values())
 
     def fits(self, positions: int) -> bool:

@@ -115,7 +115,7 @@ class RunContext:
         return self.plan.memory_plan if self.plan.decided and self.plan.shape.classes else None
 
     def lasting(self, length: Length) -> "RunContext":
-        """The same run with so many steps, which is an event of it where there is something to say."""
+        """These facts of a run for another number of steps, which is an event of it where there is something to say."""
         told = ((length.text, length.numbers),) if length.text else ()
         plan = replace(self.plan, events=(*self.plan.events, *told))
         return replace(self, loaded=lasting(self.loaded, length), plan=plan)
@@ -214,7 +214,7 @@ class Components:
 
     @cached_property
     def held_out_parts(self) -> tuple[HeldOut, HeldOut]:
-        """Of these what evaluations on the way take, and the rest."""
+        """The held-out rows that evaluations on the way take, and the rest."""
         return in_parts(self.setup.recipe, self.setup.prepared, self.held_out)
 
     def state(self) -> TrainState:

@@ -42,7 +42,7 @@ class ResumePoint:
     """Ranks that exited without an error record the last time."""
 
     def at_length(self, recipe: Recipe, spent_s: float) -> "ResumePoint":
-        """The same, once the number of steps is known, after so many seconds that count as the run's."""
+        """This point, once the number of steps is known, after seconds that count as the run's."""
         steps = recipe.train.steps
         changes = (
             change if change.field != "train.steps" else replace(change, now=steps)

@@ -55,7 +55,7 @@ class CutPlan:
 
     @property
     def name(self) -> str:
-        """Such as ffn-512-heads-3."""
+        """The name of a plan of cuts, such as ffn-512-heads-3."""
         return "-".join(f"{cut.kind}-{cut.units}" for cut in self.cuts)
 
     def to_json(self) -> dict[str, Any]:

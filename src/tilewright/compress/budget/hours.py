@@ -59,7 +59,8 @@ class StepPace:
 
 
 def pace_of(source: ExportSource, batch: Mapping[str, Tensor]) -> StepPace:
-    """As the run recorded it, if it trained on this machine with the settings that stages have; else measured here.
+    """The pace of training: as the run recorded it, if it trained on this machine with the settings that stages have;
+    else measured here.
 
     Args:
         source: the run or model.

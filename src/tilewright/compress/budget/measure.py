@@ -25,7 +25,7 @@ Batches = Mapping[str, Sequence[Mapping[str, Tensor]]]
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Of one model on held-out rows, by domain: sums and numbers of targets, FP64 [N] each.
+    """Losses of one model on held-out rows, by domain: sums and numbers of targets, FP64 [N] each.
 
     Args:
         domains: by name.
@@ -42,7 +42,7 @@ class RowLosses:
         return float(sums.sum() / counts.sum())
 
     def by_domain(self) -> dict[str, float]:
-        """The same of each domain."""
+        """Mean loss of each domain, in nats per target."""
         return {name: float(sums.sum() / counts.sum()) for name, (sums, counts) in self.domains.items()}
 
     def _all(self) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def _pass(model: Any) -> Tensor:
 
 
 def parameters(model: Any) -> int:
-    """Of a model, tied ones once."""
+    """The number of a model's parameters, tied ones counted once."""
     return sum(param.numel() for param in model.parameters())
 
 

@@ -22,7 +22,7 @@ SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class CutCost:
-    """Of one kind cut to one number, everything else whole.
+    """The cost of one kind cut to one number, everything else whole.
 
     Args:
         kind: of unit.

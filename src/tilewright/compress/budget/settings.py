@@ -24,7 +24,7 @@ Controls = Literal["all", "equal", "none"]
 
 @dataclass(frozen=True)
 class CompressSettings:
-    """Of one command.
+    """Settings of one `compress` command.
 
     Args:
         budget: largest rise of the held-out loss (`measure`) over the run's own, and over the run with as many more

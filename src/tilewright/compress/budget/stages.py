@@ -95,7 +95,7 @@ def stage_recipe(
 
 
 def from_scratch(recipe: Recipe, name: str, steps: int) -> Recipe:
-    """The same shape with random weights, for so many steps, without a teacher."""
+    """The recipe of the same shape with random weights, for a number of steps, without a teacher."""
     values: Mapping[str, Any] = {"run.name": name, "model.weights": "random", "train.steps": steps}
     return changed(recipe, values).model_copy(update={"distill": DistillSection()})
 

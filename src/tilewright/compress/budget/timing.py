@@ -22,7 +22,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a call.
+    """Measured seconds of a call.
 
     Args:
         least: of all repeats; what else runs on the machine only adds.

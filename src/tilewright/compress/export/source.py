@@ -48,7 +48,7 @@ class ExportSource:
 
     @cached_property
     def four_bits_signed(self) -> Coded:
-        """The same for formats that take negative scales."""
+        """The model with codes of four bits, for formats that take negative scales."""
         return four_bit_codes(self.model, self.recipe, lambda: self.data, self.method, negative=True)  # type: ignore[arg-type]
 
     @cached_property
@@ -68,7 +68,7 @@ class ExportSource:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of a model that reads text."""
+        """The tokenizer of a model that reads text."""
         assert self.text_tokenizer is not None
         return self.text_tokenizer
 

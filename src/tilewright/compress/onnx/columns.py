@@ -44,7 +44,7 @@ def quantize_columns(weight_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_rows(weight_VD: np.ndarray) -> IntegerTensor:
-    """The same of a table that is looked up by rows, which a tied head multiplies with."""
+    """Codes and scales of a table that is looked up by rows, which a tied head multiplies with."""
     return quantize_pairs(torch.tensor(weight_VD, dtype=torch.float32))
 
 

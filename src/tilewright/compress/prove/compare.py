@@ -14,7 +14,7 @@ from tilewright.compress.prove.held_out import ReferenceAnswer
 
 @dataclass(frozen=True)
 class AnswerDifference:
-    """Of an answer from our model.
+    """Difference of a consumer's answers from our model's.
 
     Args:
         kl: mean over N of the Kullback-Leibler divergence from our model, in nats.

@@ -29,7 +29,7 @@ _LINE = 300
 
 @dataclass(frozen=True)
 class ConsumerLimits:
-    """Of one consumer. `memory_bytes` is resident memory of the process and its children."""
+    """Limits of one consumer. `memory_bytes` is resident memory of the process and its children."""
 
     seconds: float
     memory_bytes: int

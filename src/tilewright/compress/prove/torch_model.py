@@ -57,7 +57,7 @@ class TorchModel(ConsumerSession):
 
     @torch.inference_mode()
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
-        """Of one pass."""
+        """Logits of images, in one pass."""
         pixels = torch.from_numpy(pixels_B3HW).to(DTYPES[self.request.options["dtype"]])
         return self.model.image_logits(pixels).float().numpy()
 

@@ -44,7 +44,7 @@ class TransformersFolder(ConsumerSession):
 
     @torch.inference_mode()
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
-        """Of one pass."""
+        """Logits of images, in one pass."""
         return self.net(pixel_values=torch.from_numpy(pixels_B3HW).to(self.net.dtype)).logits.float().numpy()
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:

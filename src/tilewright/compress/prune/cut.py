@@ -127,7 +127,7 @@ def short_batch(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def losses_of(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Of all targets, in evaluation mode, FP64."""
+    """Losses of all targets, in evaluation mode, FP64."""
     with evaluation(model):
         return torch.cat([_losses(model, batch) for batch in batches])
 

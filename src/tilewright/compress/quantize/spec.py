@@ -76,7 +76,7 @@ class QuantSpec:
 
     @property
     def format(self) -> IntSpec:
-        """Of a linear layer's weight."""
+        """The integer format of a linear layer's weight."""
         return int_format(self.bits, self.symmetric)
 
     @property

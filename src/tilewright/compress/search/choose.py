@@ -49,7 +49,7 @@ class ChosenShape:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the choices."""
+        """Names of the choices, in the order of places."""
         return tuple(option.name for option in self.options)
 
     def cost(self, measure: str, rest: Costs) -> float:

@@ -94,7 +94,7 @@ class LayerSearch:
 
     @property
     def steps(self) -> int:
-        """That each of the best shapes is trained on for."""
+        """Steps for which each of the best shapes is trained."""
         return self.settings.steps or max(1, self.source.recipe.train.steps // 4)
 
     def kept_whole(self) -> dict[str, str]:
@@ -104,7 +104,7 @@ class LayerSearch:
         return {str(place): reason for place, reason in reasons.items() if reason is not None}
 
     def seconds(self) -> dict[str, float]:
-        """Of each stage of a whole search, estimated."""
+        """Estimated seconds of each stage of a whole search."""
         recipe = self.source.recipe
         tokens = sum(batch["input_ids"].numel() for rows in self.batches.values() for batch in rows)
         length = recipe.data.seq_len
@@ -203,12 +203,12 @@ class LayerSearch:
         return found
 
     def rest(self) -> Costs:
-        """Of the run beside its parts."""
+        """Costs of the run beside its parts."""
         own = {place: self._costs(place, found[0]) for place, found in self.choices.items()}
         return rest_of(self.run_costs(), own)
 
     def run_costs(self) -> Costs:
-        """Of the run as it is."""
+        """Costs of the run as it is."""
         row = self.record["latency"]["run"]
         return measured_costs(self.model, Latency.from_json(row), row["cache"], self.settings.context)
 

@@ -28,7 +28,7 @@ heads. none: no attention, or no FFN; a layer with neither is left out."""
 
 @dataclass(frozen=True)
 class LayerSearchSettings:
-    """Of one command.
+    """Settings of one `search` command.
 
     Args:
         limits: by measure the largest share of the run's own, above 0 and at most 1; at least one.

@@ -20,7 +20,7 @@ from tilewright.training.components.export import config_keys
 
 
 def shape_name(shape: ChosenShape, steps: int) -> str:
-    """Of its stage: by what was chosen, and for how long it is trained.
+    """The name of a shape's stage: what was chosen, and for how long it is trained.
 
     Example:
         >>> shape_name(ChosenShape(()), 10)

@@ -46,7 +46,7 @@ def _are_targets(batch: Batch) -> Tensor:
 
 
 def sums_by_row(each: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Of each row of a micro-batch the sum of its targets' losses [B] FP32, and their number [B] int64. A pair of
+    """For each row of a micro-batch the sum of its targets' losses [B] FP32, and their number [B] int64. A pair of
     answers counts as one row, and so does each of whole documents that stand behind each other.
 
     Args:
@@ -87,8 +87,8 @@ def sums_of_rows(told: Iterable[tuple[Tensor | None, Batch]]) -> tuple[Tensor, T
 
 
 def sums_by_document(each_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The same of each document of packed rows: [B, P] each, P documents in the row that has most; 0 where a row has
-    fewer. Without `segments` a row is one document. Padding counts for none."""
+    """For each document of packed rows the sum of its targets' losses and their number: [B, P] each, P documents in the
+    row that has most; 0 where a row has fewer. Without `segments` a row is one document. Padding counts for none."""
     segments_BS = batch.get("segments")
     if segments_BS is None:
         segments_BS = torch.zeros_like(batch["labels"])

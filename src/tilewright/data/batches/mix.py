@@ -254,7 +254,7 @@ class Mixture:
         return start + number
 
     def weights(self) -> dict[str, float]:
-        """Of the last stage, by domain."""
+        """Weights of the last stage, by domain."""
         return dict(zip(self.domains, self.stages[-1].weights, strict=True))
 
     def counts(self, sample: int) -> tuple[int, ...]:

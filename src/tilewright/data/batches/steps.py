@@ -96,7 +96,8 @@ class StepDocuments:
     """Tokens that a micro-batch may have."""
 
     def numbers(self) -> dict[str, float]:
-        """Of the metrics: documents, micro-batches per rank, and the share of all positions that is padding."""
+        """Numbers for the metrics: documents, micro-batches per rank, and the share of all positions that is
+        padding."""
         parts = [part for rank in self.assignment for part in rank]
         positions = sum(padded_length(int(self.lengths_N[part].sum()), self.most) for part in parts)
         padding = 1 - float(self.lengths_N.sum()) / positions

@@ -133,8 +133,8 @@ class Stream:
         return built.batches
 
     def numbers(self) -> dict[str, float]:
-        """Of the metrics, of the step that `next_step` gave last: seconds of reading and of making it, and what it has
-        of documents."""
+        """Numbers for the metrics of the step that `next_step` gave last: seconds of reading and of making it, and
+        numbers of its documents."""
         times = {"read_s": self.read_s, "prepare_s": self.prepare_s}
         return times | (self.documents.numbers() if self.documents else {})
 
@@ -164,7 +164,7 @@ class Stream:
 
     @property
     def num_rows(self) -> Mapping[str, int]:
-        """Of each domain."""
+        """Number of training rows of each domain."""
         return self._prepared.num_rows
 
     @property
@@ -174,7 +174,7 @@ class Stream:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of samples, by domain, that hold from the next block on."""
+        """Weights of samples, by domain, that hold from the next block on."""
         return self._mixture.weights()
 
     def samples_of(self, step: int) -> Sequence[int]:
@@ -213,8 +213,8 @@ class Stream:
         return self._add_stage(mine, "data.weights changed")
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """As `mix_with`, of weights that nobody has asked for: what was asked for stays so, and a resume does not go
-        back to it.
+        """Change the weights as `mix_with` does, without a user's request: the weights that were asked for stay
+        recorded, and a resume does not return to them.
 
         Args:
             weights: as for `mix_with`.

@@ -52,7 +52,7 @@ class RenderedText:
 
 
 def lost(leaves: Sequence[Leaf], text: RenderedText) -> list[Leaf]:
-    """Those of `leaves`, all of one rendering, that do not stand in it as often as they are said."""
+    """The leaves, all of one rendering, that the text holds less often than they occur."""
     said = Counter(leaf.text.strip() for leaf in leaves)
     short = {bare for bare, count in said.items() if not text.has(bare, count)}
     return [leaf for leaf in leaves if leaf.text.strip() in short]

@@ -66,7 +66,7 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
 
 
 def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
-    """As `read_row`, with the names of what is not read.
+    """Read a row as `read_row` does, and name the fields that are not read.
 
     Raises:
         ChatError: as there.

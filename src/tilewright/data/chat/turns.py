@@ -91,7 +91,7 @@ def samples(
 def render_answers(
     chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> Rendered:
-    """As `samples`, with the names of what is left out."""
+    """Samples as `samples` gives them, with the names of what is left out."""
     weighed = [i for i, message in enumerate(messages) if i >= first and is_trained(message)]
     if not weighed:
         raise ChatError("no answer of the assistant")
@@ -142,7 +142,7 @@ class _Rendering:
 
     @classmethod
     def of(cls, chat: ChatTemplate, messages: Sequence[Message], given: TemplateArguments) -> "_Rendering":
-        """Of messages; where an answer is the last of them, with its end."""
+        """The rendering of messages; where an answer is the last of them, with its end."""
         text, _, names = split_marks(chat.marked(messages, given=given))
         closed, last = text, messages[-1]
         if last.get("role") == "assistant":

@@ -20,7 +20,7 @@ _Found = TypeVar("_Found")
 
 
 def choose_encoder(tokenizer: Tokenizer, num_bytes: int, sample: Sequence[str]) -> tuple[Tokenizer, str]:
-    """The same tokenizer with the library that encodes much text soonest, and which it is, with the reason.
+    """The tokenizer with the library that encodes a large text soonest; and which library that is, with the reason.
 
     Ids are the same, see `ranked_bpe`; both libraries encode some of the sample, and where ids differ all the same, it
     is `tokenizers`.

@@ -109,7 +109,7 @@ class RankedBpe:
 
     @cached_property
     def name(self) -> str:
-        """Of the library, with its version."""
+        """Name of the library, with its version."""
         return f"tiktoken {tiktoken_version()}"
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
@@ -272,5 +272,5 @@ def has_tiktoken() -> bool:
 
 
 def tiktoken_version() -> str:
-    """Of the installed package, "" where there is none."""
+    """Version of the installed tiktoken, "" where there is none."""
     return version("tiktoken") if has_tiktoken() else ""

@@ -84,7 +84,7 @@ class Reader(Protocol):
     """
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """Of one text; `special`: with what the tokenizer puts around it."""
+        """Encode one text; `special`: with what the tokenizer puts around it."""
         ...
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -92,7 +92,7 @@ class Reader(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """Of many texts."""
+        """Encode many texts."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

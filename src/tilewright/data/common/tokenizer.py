@@ -127,7 +127,7 @@ class Tokenizer:
         return self.reader.decode([int(i) for i in ids])
 
     def stopping_at(self, ids: Iterable[int]) -> "Tokenizer":
-        """The same tokenizer, with further `stop_ids`; those that it does not have are left out.
+        """This tokenizer with further `stop_ids`; those that it does not have are left out.
 
         Example:
             >>> tok = train_tokenizer(["low lower lowest " * 20], 300)
@@ -138,7 +138,7 @@ class Tokenizer:
         return replace(self, stop_ids=tuple(dict.fromkeys((self.eos_id, *self.stop_ids, *known))))
 
     def with_ranked(self, ranked: RankedBpe) -> "Tokenizer":
-        """The same tokenizer, with what encodes its batches."""
+        """This tokenizer with another encoder for its batches."""
         return replace(self, ranked=ranked)
 
     def save(self, path: Path | str) -> None:

@@ -114,8 +114,8 @@ class PreparedData:
 
     @cached_property
     def attention_share(self) -> float:
-        """Of the pairs of positions in full rows, how many documents of as many tokens have: the sum of L^2 over that
-        of L times `seq_len`. 1 where rows are packed."""
+        """The share of the pairs of positions in full rows that documents of as many tokens have: the sum of L^2 over
+        that of L times `seq_len`. 1 where rows are packed."""
         if self.rows != "documents":
             return 1.0
         lengths = self._rows["train"].packing.lengths_P.astype(np.float64)

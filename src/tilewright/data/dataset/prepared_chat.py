@@ -31,7 +31,7 @@ class PreparedChat(PreparedData):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Of an answer."""
+        """Ids that end an answer."""
         return self.template.stops.ids
 
     def _open(self, split: str) -> TextRows:

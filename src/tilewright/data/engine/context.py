@@ -86,7 +86,7 @@ class Context:
         return fingerprint_of([self.told_one(stage, i) for i in range(count)])
 
     def told_one(self, stage: str, index: int) -> str:
-        """The same of one unit."""
+        """Hash of what one unit of a stage tells of itself."""
         return self.units.digest(stage, index, told=True)
 
     def count(self, stage: str, index: int, name: str) -> int:

@@ -21,7 +21,7 @@ StageName = str | Callable[[DataBuild], str]
 
 
 def per_shard(c: "Context") -> int:
-    """As many units as there are shards."""
+    """The number of units of a stage that has one per shard."""
     return c.num_shards
 
 

@@ -12,7 +12,7 @@ _UNITS = 1 << 20
 
 
 class DomainSums:
-    """Of each domain the losses of its rows, their targets, and the rows whose loss was not finite.
+    """Sums of a step, by domain: the losses of its rows, their targets, and the rows whose loss was not finite.
 
     Args:
         domains: in the mixture's order.

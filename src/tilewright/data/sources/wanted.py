@@ -42,7 +42,7 @@ class Wanted:
     one_of_several: str | None = None
 
     def named(self, setting: str, try_: str | None = None) -> "Wanted":
-        """The same use of a path that another setting names."""
+        """This use of a path, as another setting names it."""
         return replace(self, setting=setting, try_=self.try_ if try_ is None else try_)
 
     def absent(self, path: Path, source: str, why: str) -> DataError:

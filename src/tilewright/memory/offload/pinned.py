@@ -94,7 +94,7 @@ class PinnedBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all buffers."""
         with self._lock:
             return sum(map(len, self._all))
 

@@ -54,8 +54,8 @@ def row_losses(kernels: Kernels, head: nn.Linear, x_BSD: Tensor, labels_BS: Tens
 
 
 def logits_loss(logits: Tensor, labels: Tensor) -> TokenLosses:
-    """The same from logits [..., V] and labels [...], softmax in FP32; the loss of each [...]. Rows without a target
-    are left out: the others alone are copied to FP32, and logits that overflow there leave no trace."""
+    """Losses of logits [..., V] and labels [...], softmax in FP32; the loss of each [...]. Rows without a target are
+    left out: the others alone are copied to FP32, and logits that overflow there leave no trace."""
     check_labels(labels.reshape(-1), logits.shape[:-1].numel(), logits.shape[-1])
     wanted = labels != IGNORED_LABEL
     logits_NV, labels_N = logits[wanted], labels[wanted]

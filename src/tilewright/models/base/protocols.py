@@ -73,7 +73,7 @@ class KeyValueCache(Protocol):
         ...
 
     def growth(self, chunk: int) -> Sequence[tuple[int, float]]:
-        """Of each layer: bytes that it takes at most for the positions that it holds, and the number of positions
+        """For each layer the bytes that it takes at most for the positions that it holds, and the number of positions
         from which on it takes no more (infinity: it always grows).
 
         Args:

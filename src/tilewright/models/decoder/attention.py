@@ -188,7 +188,7 @@ class LinearAttention(nn.Module):
         return self.kernels.linear_attention(*inputs, segments=segments).transpose(1, 2).to(q_BSHD.dtype)
 
     def from_state(self, state: Tensor | None, q_BSHD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of the next positions, from the state of earlier ones, and the state that is left."""
+        """Heads of the next positions, from the state of earlier ones, and the state after them."""
         out_BHSD, state = self.kernels.linear_attention_from(state, *self._inputs(q_BSHD, *rest))
         return out_BHSD.transpose(1, 2).to(q_BSHD.dtype), state
 

@@ -57,7 +57,7 @@ class LayerCache:
         return [kept.narrow(1, 0, end - self._first) for kept in self._kept]
 
     def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
-        """Of each row, the tensors of the positions that one new position sees, [T, ...]. The last of them is its own,
+        """For each row, the tensors of the positions that one new position sees, [T, ...]. The last of them is its own,
         which the caller writes.
 
         Args:

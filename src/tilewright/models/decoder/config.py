@@ -129,7 +129,7 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, vocab_size: int, **section_fields: Any) -> "DecoderConfig":
-        """The same from keywords with the recipe's names and defaults."""
+        """A configuration from keywords with the recipe's names and defaults."""
         return cls.from_section(ModelSection(**section_fields), vocab_size)
 
     @property
@@ -139,11 +139,11 @@ class DecoderConfig:
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """Of each layer."""
+        """The shape of each layer."""
         return self.layers or (self.shape,) * self.num_layers
 
     def with_layers(self, shapes: Sequence[LayerShape]) -> "DecoderConfig":
-        """The same decoder with layers of these shapes; of one shape it is that of all, not of each.
+        """This decoder with layers of these shapes; where all have one shape, it is stored once for all.
 
         Raises:
             ConfigError: they are no decoder's.

@@ -197,7 +197,7 @@ class Decoder(Model):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The same; see `protocols.Model`."""
+        """The layers, in order; see `protocols.Model`."""
         return tuple(self.blocks)
 
     def attention_of(self, layer: nn.Module) -> nn.Module | None:

@@ -61,7 +61,7 @@ def sample_tokens(log_CV: Tensor, top_k: int, numbers_C: Tensor) -> tuple[Tensor
 
 
 def normalized(logs_CG: Tensor) -> Tensor:
-    """The same with weights that add up to one: what was rounded on disk does not."""
+    """Log-probabilities of kept tokens with weights that add up to one: those that were rounded on disk do not."""
     return logs_CG - weights(logs_CG).log().logsumexp(-1, keepdim=True)
 
 
@@ -71,7 +71,7 @@ def weights(logs_CG: Tensor) -> Tensor:
 
 
 def forward_divergence(theirs_CG: Tensor, ours_CG: Tensor) -> Tensor:
-    """Of each position [C, 1]; an estimate, which may be below zero.
+    """An estimate of the forward divergence at each position [C, 1], which may be below zero.
 
     Args:
         theirs_CG: of `sample_tokens`.

@@ -272,7 +272,7 @@ def encode_weight(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
 
 
 def kept_names(names: Iterable[str], keep: Iterable[str]) -> set[str]:
-    """Those of the module names that a glob of `keep` matches."""
+    """The module names that a glob of `keep` matches."""
     patterns = tuple(keep)
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 

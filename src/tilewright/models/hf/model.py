@@ -103,7 +103,7 @@ class HFModel(Model):
 
     @property
     def max_positions(self) -> int | None:
-        """As config.json says, where it says something; see `protocols.Model`."""
+        """The most positions of a row, as config.json says; None where it does not; see `protocols.Model`."""
         found = getattr(self.config, "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
@@ -133,8 +133,8 @@ class HFModel(Model):
         return self.table.weight.shape[0]
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """The same as calling the model: hooks on it, such as the precision region of a third-party model, take
-        part."""
+        """The loss of a batch, by calling the model: hooks on it, such as the precision region of a third-party model,
+        take part."""
         return self(batch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> LossOutput:
@@ -313,7 +313,7 @@ class HFModel(Model):
         return () if found is None else tuple(getattr(*found))
 
     def attention_of(self, layer: nn.Module) -> nn.Module | None:
-        """As the model's class says; see `protocols.Model`."""
+        """The attention module of a layer, as the model's class names it; see `protocols.Model`."""
         return attention_in(self.net, layer)
 
     def _list_of_layers(self) -> tuple[nn.Module, str] | None:

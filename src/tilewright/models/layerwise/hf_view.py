@@ -60,7 +60,7 @@ class HFLayers:
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Of the stream between layers, in the formats that the model has now."""
+        """The dtype of the stream between layers, in the formats that the model has now."""
         return self._without_values(self.model.short_batch())[0].dtype
 
     def _without_values(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:

@@ -51,12 +51,12 @@ class TensorPart:
         return TensorPart(tuple(shape), (0,) * len(shape), tuple(shape)).some_rows(rows)
 
     def some_rows(self, rows: range) -> "TensorPart":
-        """Those of its own rows."""
+        """The block of some of this block's rows."""
         return TensorPart(self.shape, (self.starts[0] + rows.start, *self.starts[1:]), (len(rows), *self.sizes[1:]))
 
     @property
     def rows(self) -> range:
-        """Along the first dim."""
+        """The whole tensor's indices along the first dim that this block covers."""
         return range(self.starts[0], self.starts[0] + self.sizes[0])
 
     @property
@@ -204,7 +204,7 @@ def num_cuts(tensor: Tensor) -> int:
 
 
 def numbering(tensor: Tensor) -> tuple[int, int]:
-    """Of the elements that this rank holds, which are those of the whole tensor: how many come before the first, and
+    """How this rank's elements are numbered in the whole tensor: how many elements come before the first, and how many
     between two rows. Zeros where it holds no block of rows and columns: nothing is rounded then (`optim.validate`)."""
     if columns_cut(tensor) is None:
         return 0, 0

@@ -49,7 +49,7 @@ class GatheredPart:
 
     @property
     def nbytes(self) -> int:
-        """Of the values of a rank.
+        """Bytes of a rank's values, in their dtype.
 
         Example:
             >>> GatheredPart(300, torch.float32).nbytes, GatheredPart(300, torch.bfloat16, (3, 100)).sent_bytes
@@ -59,7 +59,7 @@ class GatheredPart:
 
     @property
     def sent_bytes(self) -> int:
-        """That a rank sends of it."""
+        """Bytes that a rank sends of the parameter."""
         if self.shape is None:
             return self.nbytes
         down, across = self.grid

@@ -57,7 +57,8 @@ class ErrorFeedback:
         self._new = {}
 
     def forget(self) -> None:
-        """They have not, and will not: what is owed is what it was before the step."""
+        """Drop what this step lost: its gradients have not changed the weights, and what is owed is what it was before
+        the step."""
         self._new = {}
 
     @property

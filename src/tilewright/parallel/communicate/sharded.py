@@ -70,7 +70,8 @@ class CountedAllGather(_Counted):
 
 
 class CodedAllGather(CountedAllGather):
-    """The same, of weights whose layers read 8-bit codes as these, and of all others as they are.
+    """FSDP2's all-gather of a group's parameters: as 8-bit codes where layers read such codes, and as they are where
+    not.
 
     Which these are is seen in each gather: where matmuls have left 8 bits since the last one, their weights are
     gathered as they are from now on, and a warning says so. What is gathered has the values of the codes, in the dtype

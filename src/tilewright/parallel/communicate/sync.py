@@ -67,7 +67,8 @@ class GradientSync:
 
     @staticmethod
     def attached(world: World, section: ParallelSection, kernels: Kernels, model: nn.Module) -> "GradientSync | None":
-        """Of a model that is cut: see `attach`. None of one process, which sends nothing."""
+        """The synchronisation of a model that is sharded, attached to it: see `attach`. None of one process, which
+        sends nothing."""
         if world.size == 1:
             return None
         sync = GradientSync(world, section, kernels)

@@ -94,7 +94,7 @@ class ExchangeThread:
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Its result or its error, later."""
+        """Queue a piece of work; its result or its error comes later."""
         future: Future[Any] = Future()
         self._queue.put((work, future))
         return future

@@ -175,8 +175,8 @@ class Blame:
         return RankEnd(record, f"it made no progress for {seconds:.0f} s, and others wait for it", hangs=True)
 
     def wait(self, error: BaseException) -> RankEnd | None:
-        """The same for a rank whose connection broke or whose collective timed out: looked for until it shows, or for
-        four seconds. Then it is one that has not timed out as the others have, or gives no sign of life.
+        """The rank that failed, for a rank whose connection broke or whose collective timed out: looked for until it
+        shows, or for four seconds. Then it is one that has not timed out as the others have, or gives no sign of life.
 
         Args:
             error: of this rank, which has said so in its record if it is a timeout.

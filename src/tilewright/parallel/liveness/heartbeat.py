@@ -134,12 +134,12 @@ class Heartbeat:
             self._set(step=step, phase=phase, moves=moves, passes=0, waiting=False, long=long)
 
     def begin(self, phase: str) -> None:
-        """The same, of a start: what follows is further than all steps before."""
+        """This rank begins a phase of a start: what follows is further than all steps before."""
         with self._lock:
             self._set(lap=self._record.lap + 1, step=0, moves=0, phase=phase, waiting=False, long=True)
 
     def phase(self, phase: str) -> None:
-        """The same, of the step that it is in. Where passes of a pipeline are its phases, nothing."""
+        """This rank begins a phase of the step that it is in. Where passes of a pipeline are its phases, nothing."""
         if self._in_passes:
             return
         self.at(self._record.step, phase, long=self._record.long)
@@ -167,7 +167,8 @@ class Heartbeat:
             self._set(waiting=True)
 
     def waits(self) -> None:
-        """Its part of the phase is done. Whoever does not come here holds the others up."""
+        """This rank's part of the phase is done, and it waits for the others. Whoever does not come here holds the
+        others up."""
         with self._lock:
             self._set(moves=self._record.moves + 1, waiting=True)
 

@@ -20,7 +20,8 @@ class Repeat:
     """
 
     class Thread(threading.Thread):
-        """Of one of these: what it uses is no sign that the process does something else."""
+        """The thread of one `Repeat`: the processor time that it uses is no sign that the process does something
+        else."""
 
     def __init__(self, work: Callable[[], None], every_s: float, name: str) -> None:
         self._work, self._every_s = work, every_s

@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class PartWorker:
-    """Of one part."""
+    """The worker of one part."""
 
     speed: float = 1.0
     load: float = 0.0
@@ -75,7 +75,7 @@ class Cut:
         return found
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Of the slowest worker."""
+        """Seconds of the slowest worker."""
         found, start = 0.0, 0
         for worker, count in zip(self.workers, counts, strict=True):
             work = self._sums[start + count] - self._sums[start]

@@ -20,7 +20,7 @@ from tilewright.parallel.world import World
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Of one rank.
+    """The pipeline work of one rank in a step.
 
     Example:
         >>> one, other = ({"input_ids": torch.tensor([[token, 8]])} for token in (3, 4))

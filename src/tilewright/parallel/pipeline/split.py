@@ -63,7 +63,7 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Of the whole model."""
+        """Stages of the whole model."""
         return self.pp * self.virtual
 
     def stages_of(self, rank: int) -> list[int]:

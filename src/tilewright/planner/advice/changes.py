@@ -126,7 +126,7 @@ def of_shards(recipe: Recipe, micro_batch_size: int) -> Iterator[Candidate]:
 
 
 def of_all(recipe: Recipe) -> Iterator[Candidate]:
-    """The same of a recipe of which nothing is decided: everything, alone, and the sparing ones together."""
+    """Candidates for a recipe of which nothing is decided: everything, alone, and the sparing ones together."""
     if not recipe.memory.can.offload:
         yield from _any_executor(recipe)
         sliced = {"memory.executor": "layer_major", "train.activation_checkpoint": "none"}

@@ -16,7 +16,7 @@ _TRAINED, _ADAPTED = 3, 2
 
 @dataclass(frozen=True)
 class PlannedEnergy:
-    """Of all steps of a run.
+    """Planned energy of all steps of a run.
 
     Args:
         watts: of each unit, for all of the time.
@@ -33,7 +33,7 @@ class PlannedEnergy:
 
     @property
     def joules(self) -> float:
-        """Of all units."""
+        """Energy of all units, in J."""
         return self.units * self.watts * self.seconds
 
     @property

@@ -27,7 +27,7 @@ class StepGemm:
 
     @property
     def flops(self) -> int:
-        """Of its two or three matmuls."""
+        """FLOPs of the layer's two or three matmuls."""
         return (4 if self.frozen else 6) * self.rows * self.num_in * self.num_out
 
 

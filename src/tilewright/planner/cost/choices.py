@@ -113,7 +113,7 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
 
 
 def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
-    """Those that can run a recipe's formats, clipping, adapters, and its mesh."""
+    """The executors that can run a recipe's formats, clipping, adapters, and its mesh."""
     precision = recipe.precision
     on_mesh: dict[ExecutorName, Capabilities] = {
         name: can for name, can in CAPABILITIES.items() if can.stages == (recipe.parallel.pp > 1)

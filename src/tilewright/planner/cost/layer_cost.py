@@ -134,7 +134,7 @@ class LayerParts:
         return Cost.of(total_s(self.operations()), self.holdings())
 
     def holdings(self) -> list[Holding]:
-        """Its bytes."""
+        """The bytes that the layer holds."""
         return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:

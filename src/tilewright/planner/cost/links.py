@@ -52,7 +52,7 @@ def host_speed(
     refresh: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LinkSpeed | None:
-    """Of the link between host and GPU; None on a CPU."""
+    """Speed of the link between host and GPU; None on a CPU."""
     if machine.device == "cpu":
         return None
     key = _key("host", machine.device_name)
@@ -74,7 +74,7 @@ def disk_speed(
     refresh: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LinkSpeed | None:
-    """Of the disk that a folder is on, or would be; None where nothing can be written there, which is reported.
+    """Speed of the disk that a folder is on, or would be; None where nothing can be written there, which is reported.
 
     Args:
         folder: need not be there yet.

@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     """The collective between ranks: gather, scatter, reduce or exchange."""
 
     def scaled(self, time: float) -> "Operation":
-        """The same in so many times the seconds."""
+        """This operation in `time` times the seconds."""
         return self._replace(seconds=self.seconds * time)
 
 
@@ -66,7 +66,7 @@ def total_s(operations: Iterable[Operation]) -> float:
 
 
 def by_part(operations: Sequence[Operation]) -> dict[str, float]:
-    """The same seconds by part."""
+    """Seconds of operations, summed by part."""
     found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for one in operations:
         if one.stream in ("compute", "ranks"):

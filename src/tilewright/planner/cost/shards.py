@@ -88,7 +88,7 @@ class Shards:
         )
 
     def beside(self, shape: ModelShape) -> "Shards":
-        """The same of a model whose recipe does not say that it has experts, which are sharded apart."""
+        """These shards for a model that has experts, which are sharded apart, though its recipe does not say so."""
         apart = any(kind.times > 1 for kind in shape.weights.tensors.kinds)
         return replace(self, experts_apart=True) if apart else self
 
@@ -177,11 +177,11 @@ class Gathered:
 
     @property
     def largest(self) -> float:
-        """Those of the layer that has most."""
+        """Parameters of the layer that has most, put together."""
         return max((self._of(found.weights) for found in self.shape.classes), default=0.0)
 
     def layers(self, names: Collection[str]) -> float:
-        """Those of all layers of these classes, where they stay from forward to backward."""
+        """Parameters of all layers of these classes, where they stay put together from forward to backward."""
         if not self.shards.cut or self.shards.reshard:
             return 0.0
         return sum(found.count * self._of(found.weights) for found in self.shape.classes if found.name in names)
@@ -199,12 +199,13 @@ class Gathered:
 
     @property
     def rest_gradients(self) -> float:
-        """Of what is outside of the layers, whole, beyond its parts."""
+        """Whole gradients of what is outside of the layers, beyond its parts."""
         return self._beyond_part(self._rest)
 
     @property
     def head_gradients(self) -> float:
-        """Of these, what is there while layers run backward: the gradient of the matrix that the head reads."""
+        """The part of `rest_gradients` that is there while layers run backward: the gradient of the matrix that the
+        head reads."""
         return self._beyond_part(self.shape.embedding if self.shape.tied else self.shape.head)
 
     @property
@@ -234,8 +235,8 @@ def layer_forward(found: LayerClass, shards: Shards) -> float:
 
 
 def layer_backward(found: LayerClass, shards: Shards) -> tuple[float, float]:
-    """The same backward, and the layer's own gradients: with the next layer's parameters in their buffer too, and the
-    gradients of the layer before in theirs."""
+    """Bytes of a layer's parameters while it runs backward, and of its gradients: with the next layer's parameters in
+    their buffer too, and the gradients of the layer before in theirs."""
     if not shards.cut or found.indices == (-1,):
         return 0.0, 0.0
     gathered = found.weights.tensors.gathered(shards.count) if shards.reshard else 0

@@ -72,7 +72,7 @@ class RankTraffic:
 
     @classmethod
     def of(cls, shape: ModelShape, shards: Shards, num_micro: int) -> "RankTraffic":
-        """Of a model that so many ranks share: what parameters and gradients take.
+        """Traffic of the parameters and gradients of a model that several ranks share.
 
         Args:
             shape: of the model.
@@ -95,11 +95,11 @@ class RankTraffic:
         return cls(num_micro * passes, times * scattered, reduced, copied)
 
     def plus(self, other: "RankTraffic") -> "RankTraffic":
-        """Both."""
+        """The sum of both."""
         return RankTraffic(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def times(self, number: float) -> "RankTraffic":
-        """So many times."""
+        """These bytes, multiplied."""
         return RankTraffic(*(number * getattr(self, one.name) for one in fields(self)))
 
     @property
@@ -160,12 +160,12 @@ class CutPasses:
     backward: RankTraffic = RankTraffic()
 
     def plus(self, other: "CutPasses") -> "CutPasses":
-        """Both."""
+        """The sum of both."""
         return CutPasses(*(getattr(self, one.name).plus(getattr(other, one.name)) for one in fields(self)))
 
 
 def routed_layer(found: LayerClass, recipe: Recipe, rows: int, ep: int) -> CutPasses:
-    """Of one layer whose experts are on several ranks.
+    """Bytes of one layer whose experts are on several ranks.
 
     Args:
         found: the layer.
@@ -183,7 +183,7 @@ def routed_layer(found: LayerClass, recipe: Recipe, rows: int, ep: int) -> CutPa
 
 
 def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
-    """Of one layer.
+    """Bytes of one layer whose matrices are cut over ranks.
 
     Args:
         found: the layer.
@@ -220,7 +220,7 @@ def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, t
 
 
 def cut_ends(shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
-    """Of embedding and head.
+    """Bytes of the embedding and the head.
 
     Args:
         shape, recipe, rows, tp, shards: see `cut_layer`.
@@ -242,7 +242,7 @@ def _in_slices(recipe: Recipe) -> bool:
 def cut_traffic(
     shape: ModelShape, recipe: Recipe, rows: int, num_micro: int, recomputed: Mapping[str, int]
 ) -> RankTraffic:
-    """Of a step: between ranks that hold other parts of matrices, or other experts.
+    """Traffic of a step between ranks that hold other parts of matrices, or other experts.
 
     Args:
         shape: of the model.

@@ -305,7 +305,7 @@ def _measure_all(
 
 
 def middle(several: Sequence[Ceilings]) -> Ceilings:
-    """Of several measurements of one machine, the middle one of each rate."""
+    """The median of each rate over several measurements of one machine."""
     same = {"format": _FORMAT, "key": several[0].key, "threads": several[0].threads}
     facts = [{name: value for name, value in one.to_json().items() if name not in same} for one in several]
     return Ceilings.from_json(same | _of_rounds(facts, statistics.median))

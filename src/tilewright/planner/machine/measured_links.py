@@ -48,7 +48,7 @@ class LinkFit:
     latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
     def seconds(self, sent_bytes: float) -> float:
-        """Of one exchange.
+        """Seconds of one exchange.
 
         Example:
             >>> LinkFit(1e9, 1e-3).seconds(10**9)

@@ -52,7 +52,7 @@ class Timed:
 
     @classmethod
     def of_rounds(cls, timings: Sequence["Timed"], pick: Callable[[Iterable[float]], float]) -> "Timed":
-        """Of each seconds those that `pick` takes, as the middle ones."""
+        """One measurement of several rounds: `pick` chooses the seconds, such as the middle ones."""
         few_s, many_s = (pick(getattr(one, name) for one in timings) for name in ("few_s", "many_s"))
         return replace(timings[0], few_s=few_s, many_s=many_s)
 
@@ -139,7 +139,8 @@ class RateProbe:
         return self._by_width(lambda width, rows: self.linear(rows, width, width, dtype), _FEW)
 
     def matmul_fp8(self) -> dict[int, Timed]:
-        """The same three matmuls of operands in 8-bit tiles, which are made before."""
+        """Seconds of the three matmuls of a square linear, by width, with operands in 8-bit tiles, which are made
+        before."""
 
         return self._by_width(lambda width, rows: self.tiled_linear(rows, width, width), _FEW_TILED)
 
@@ -154,7 +155,7 @@ class RateProbe:
         return lambda: torch.autograd.grad(self.kernels.linear(x_NK, weight_MK), wanted, upstream_NM)
 
     def tiled_linear(self, rows: int, num_in: int, num_out: int, *, frozen: bool = False) -> Callable[[], object]:
-        """The same of operands in 8-bit tiles, which are made before."""
+        """The three matmuls of a linear layer, to be called, with operands in 8-bit tiles, which are made before."""
         x_NK, upstream_NM = (self._random(rows, width, dtype=torch.bfloat16) for width in (num_in, num_out))
         weight = self.kernels.quantize(self._random(num_out, num_in, dtype=torch.bfloat16), FP8_BLOCK)
         (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, FP8_ROW) for t in (x_NK, upstream_NM))
@@ -171,7 +172,7 @@ class RateProbe:
         return found
 
     def matmul_tf32(self) -> dict[int, Timed]:
-        """The same with TF32 allowed for FP32 operands (CUDA)."""
+        """Seconds of the three matmuls of a square linear, by width, with TF32 allowed for FP32 operands (CUDA)."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
@@ -231,7 +232,7 @@ class RateProbe:
         return num_params / self.clock(lambda: update([param], [grad], [first], [second], [0], hyper))
 
     def low_bit_adam(self) -> float:
-        """The same with moments in 8 bits."""
+        """Parameters/s of one AdamW update with moments in 8 bits."""
         num_params = 2**22 * self._scale
         target, grad = (self._random(num_params, dtype=torch.float32) for _ in range(2))
         exp_avg, exp_avg_sq = (

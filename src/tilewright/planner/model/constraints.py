@@ -52,13 +52,12 @@ class Constraints:
         return self.layers[indices[0]] if self.layers and indices[0] >= 0 else self
 
     def tiers(self, which: Literal["parameters", "states"], there: Iterable[Tier]) -> list[Tier]:
-        """Of the tiers that there are, those that are allowed. One that is fixed is there."""
+        """The allowed tiers among those that there are. One that is fixed is there."""
         fixed = self.parameters if which == "parameters" else self.states
         return list(there) if fixed is None else [fixed]
 
     def kinds(self, there: Iterable[tuple[Activations, Tier]]) -> list[tuple[Activations, Tier]]:
-        """Of the ways to treat activations, each with the tier in which the layer's input waits, those that are
-        allowed."""
+        """The allowed ways to treat activations, each with the tier in which the layer's input waits."""
         return [
             (kind, tier)
             for kind, tier in there

@@ -94,7 +94,8 @@ def walked(machine: Machine, moved: float, fresh: float) -> float:
 
 
 def remade_share(fused: bool, operand_bytes: float) -> float:
-    """Of the time of forward's loops, what backward takes longer where matmuls are kept and the rest is made again.
+    """How much longer backward takes, as a share of the time of forward's loops, where matmuls are kept and the rest is
+    made again.
 
     Compiled FP32 loops wait for memory, and making a result again costs no more than loading one that was kept: 0.1 to
     0.2 % of a layer at three widths on a CPU with AMX, where BF16 took what forward takes (rounding between operations

@@ -35,7 +35,7 @@ class Line:
         return Line(self.fixed + more.fixed, self.per_row + more.per_row)
 
     def times(self, factor: float) -> "Line":
-        """The same quantity so many times."""
+        """This quantity, multiplied."""
         return Line(factor * self.fixed, factor * self.per_row)
 
     def covering(self, other: "Line") -> "Line":
@@ -58,7 +58,8 @@ class Coding:
 
     @classmethod
     def of(cls, matmuls: Sequence[LinearGemm], seq_len: int, machine: Machine, kept: bool) -> "Coding":
-        """Of a layer with these matmuls, for rows of `seq_len` tokens. `kept`: codes of weights are, between steps."""
+        """Bytes of coding of a layer with these matmuls, for rows of `seq_len` tokens. `kept`: codes of weights are,
+        between steps."""
         one, two = (OperandBytes.of(matmuls, rows * seq_len, machine, kept) for rows in (1, 2))
         return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
 
@@ -135,7 +136,7 @@ class LayerClass:
 
 
 def distinct(classes: Iterable[LayerClass]) -> tuple[LayerClass, ...]:
-    """The same classes with names of their own: those of one name get their place behind it.
+    """These classes with a name each: classes that share a name get their place behind it.
 
     Example:
         >>> names = ("dense", "experts", "dense")
@@ -216,7 +217,7 @@ class ModelShape:
 
     @property
     def weights(self) -> Weights:
-        """Of the whole model."""
+        """Weights of the whole model."""
         return sum((found.weights.times(found.count) for found in self.classes), self.embedding + self.head)
 
     @property
@@ -280,12 +281,12 @@ class ModelShape:
 
     @property
     def end_costs(self) -> tuple[int, int]:
-        """The same of the embedding, which multiplies nothing, and of the head."""
+        """FLOPs of a row, forward, in the embedding, which multiplies nothing, and in the head."""
         head = 2.0 * self.seq_len * self.dim * self.vocab_size if self.plain_head else 0.0
         return 0, round(self.rest.matmul_flops + head)
 
     def resized(self, num_layers: int) -> "ModelShape":
-        """The same shape with another number of layers, the most frequent class taking the difference."""
+        """This shape with another number of layers, the most frequent class taking the difference."""
         if num_layers == self.num_layers:
             return self
         most = max(self.classes, key=lambda found: found.count)
@@ -296,7 +297,7 @@ class ModelShape:
         return replace(self, classes=classes)
 
     def holding(self, layers: Collection[int]) -> "ModelShape":
-        """The same shape with some of its layers, numbered from 0 in their order."""
+        """This shape with some of its layers, numbered from 0 in their order."""
         places = {layer: place for place, layer in enumerate(sorted(layers))}
         held = [
             replace(found, indices=tuple(places[index] for index in sorted(found.indices) if index in places))
@@ -305,7 +306,7 @@ class ModelShape:
         return replace(self, classes=tuple(found for found in held if found.indices))
 
     def split(self, fixed: Constraints) -> "ModelShape":
-        """The same shape with a class of its own for layers of one structure that differ in what is fixed."""
+        """This shape with a separate class for layers of one structure that differ in what is fixed."""
         classes: list[LayerClass] = []
         for found in self.classes:
             parts: dict[Constraints, list[int]] = {}

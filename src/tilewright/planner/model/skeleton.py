@@ -79,7 +79,7 @@ class Skeleton:
         return found.keys() & inside
 
     def gathered_coded(self, policy: Policy, parallel: ParallelSection) -> Collection[nn.Module]:
-        """Those whose weights ranks send as codes; see `parallel.communicate.coded`."""
+        """Linear layers whose weights ranks send as codes; see `parallel.communicate.coded`."""
         if parallel.param_gather != "fp8":
             return ()
         return coded_weights(self.decided(policy).sites, power_of_two=policy.power_of_two)
@@ -93,7 +93,7 @@ class Skeleton:
         coded: Collection[nn.Module] = (),
         redundant: int = 0,
     ) -> tuple[Weights, list[Weights], Weights]:
-        """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
+        """Weights of what is before the layers, of each of the layers, and of what is behind them; tied ones count
         where they come first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that hold other
         experts, and `redundant` ones besides, `tp`: other parts of matrices."""
         storage, seen = self.decided(policy).storage(), set[int]()

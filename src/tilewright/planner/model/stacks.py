@@ -18,7 +18,7 @@ class Stack:
     kinds: tuple[tuple[int, ...], ...]
 
     def full_name(self, kept: Sequence[int], name: str) -> str:
-        """Of a module in a model of the layers `kept` the name that it has in the model of all layers.
+        """The name that a module of a model of the layers `kept` has in the model of all layers.
 
         Example:
             >>> Stack("net.layers", ((0, 1, 2), (3,))).full_name([0, 3], "net.layers.1.mlp")

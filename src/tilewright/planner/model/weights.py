@@ -45,7 +45,7 @@ class Matrices:
 
     @cached_property
     def elements(self) -> int:
-        """Of all of them."""
+        """Elements of all matrices."""
         return sum(count * prod(shape) for shape, count in self.shapes.items())
 
     @cached_property
@@ -133,7 +133,7 @@ class TensorKind(NamedTuple):
         return count // self.on_rank(shards)[1] + self.copies(count, shards)
 
     def copies(self, count: int, shards: int) -> int:
-        """Those of them that are redundant."""
+        """The number of redundant tensors among those that this rank has."""
         return int(count * self.redundant) if self.on_rank(shards)[1] > 1 else 0
 
 
@@ -173,7 +173,7 @@ class Tensors:
         return 2 * _WIDE * sum(prod(shape) * count for shape, count in parts)
 
     def cut(self, shards: int) -> "Tensors":
-        """Those that are in several parts: experts that one rank alone has are not put together."""
+        """The tensors that are in several parts: experts that one rank alone has are not put together."""
         return Tensors({kind: count for kind, count in self.kinds.items() if kind.on_rank(shards)[0] > 1})
 
     def cast(self, shards: int) -> int:
@@ -222,7 +222,7 @@ class Weights:
         return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, number: int) -> "Weights":
-        """Of so many equal parts."""
+        """Weights of `number` equal parts."""
         return Weights(*(number * getattr(self, f.name) for f in fields(self)))
 
     def part(self, shards: int, rank: int = 0) -> "Weights":

@@ -38,7 +38,7 @@ class DocumentCosts:
     """Tokens of a document that spends as long in attention as in all else."""
 
     def of(self, lengths_N: np.ndarray) -> np.ndarray:
-        """Of each document [N], FP64."""
+        """The cost of each document [N], FP64."""
         return lengths_N + lengths_N.astype(np.float64) ** 2 / self.attention
 
 
@@ -136,7 +136,7 @@ class SimulatedCase:
         return found
 
     def costs(self, lengths_N: np.ndarray) -> StepCosts:
-        """Of a step of these documents, int64 [N]."""
+        """The costs of a step of documents of these lengths, int64 [N]."""
         costs_N = self.documents.of(lengths_N)
         work = [[math.fsum(costs_N[i] for i in one) for one in row] for row in self.places(lengths_N)]
         unit = float(costs_N.sum()) / (self.rows * self.count)

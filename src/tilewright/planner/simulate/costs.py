@@ -30,12 +30,12 @@ class KindSeconds:
     """Of the gradients of its weights."""
 
     def of(self, kind: Kind) -> float:
-        """Of a pass of this kind."""
+        """Seconds of a pass of this kind."""
         return self.by_kind[kind]
 
     @cached_property
     def by_kind(self) -> Mapping[Kind, float]:
-        """The same of all kinds."""
+        """Seconds of a pass of each kind."""
         return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}
 
     @property
@@ -73,7 +73,7 @@ class PassCosts:
         )
 
     def seconds(self, row: int, rank: int, slot: Slot) -> float:
-        """Of a slot of a rank of a row."""
+        """Seconds of a slot of one rank of a row."""
         return self.of_slots(row, rank, (slot,))[0]
 
     def of_slots(self, row: int, rank: int, slots: Iterable[Slot]) -> list[float]:
@@ -126,7 +126,7 @@ class Link:
     latency_s: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one message on a link that is free."""
+        """Seconds of one message on a link that is free."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 

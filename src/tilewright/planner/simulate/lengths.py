@@ -23,13 +23,13 @@ class Lengths(Protocol):
     """Where lengths come from."""
 
     def draw(self, number: int, seed: int) -> np.ndarray:
-        """So many lengths in tokens, int64 [N]; equal seeds, equal lengths."""
+        """Draw lengths in tokens, int64 [N]; equal seeds, equal lengths."""
         ...
 
 
 @dataclass(frozen=True)
 class DrawnLengths:
-    """Of a distribution.
+    """Lengths of a distribution.
 
     Example:
         >>> DrawnLengths("fixed", (512.0,), most=4096).draw(3, seed=0).tolist()
@@ -49,7 +49,7 @@ class DrawnLengths:
 
 @dataclass(frozen=True)
 class ListedLengths:
-    """Of a file, of which each step has other ones."""
+    """Lengths of a file, of which each step has other ones."""
 
     lengths: tuple[int, ...]
     where: str

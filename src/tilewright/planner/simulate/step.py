@@ -44,7 +44,7 @@ class SimulatedStep:
 
     @property
     def table(self) -> ScheduleTable:
-        """Of each row."""
+        """The table of each row."""
         return self.timeline.table
 
     @cached_property
@@ -54,17 +54,17 @@ class SimulatedStep:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return max(self.summed_s) + self.costs.optimizer_s
 
     @property
     def num_ranks(self) -> int:
-        """Of all rows."""
+        """Ranks of all rows."""
         return self.costs.num_rows * self.table.num_ranks
 
     @cached_property
     def busy_s(self) -> float:
-        """Of all ranks, in passes and the optimizer."""
+        """Seconds that all ranks spend in passes and the optimizer."""
         passes = (one.end_s - one.begin_s for row in self.timeline.rows for rank in row for one in rank)
         return math.fsum(passes) + self.num_ranks * self.costs.optimizer_s
 
@@ -131,7 +131,7 @@ class SimulatedStep:
         return found[::-1]
 
     def slot(self, place: Place) -> Slot:
-        """Of the table."""
+        """The slot of the table at a place."""
         return self.table.rows[place[0]][place[1]]
 
 

@@ -95,12 +95,12 @@ class ScheduleTable:
 
     @property
     def num_stages(self) -> int:
-        """Of the model."""
+        """Stages of the model."""
         return len(self.rank_of)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return 1 + max(one.microbatch for row in self.rows for slot in row for one in slot)
 
     @cached_property

@@ -33,7 +33,8 @@ Decisions = Iterable[tuple[ModuleSite, FormatDecision]]
 
 
 class AsRead(MixedPrecisionPolicy):
-    """Of groups of FSDP2 whose dtypes `settle` sets, one by one; by itself it gathers parameters as they are stored."""
+    """The dtypes of FSDP2's groups, which `settle` sets one by one; by itself it gathers parameters as they are
+    stored."""
 
 
 def narrow_weights(sites: Decisions, device_type: str, kernels: Kernels | None = None) -> dict[nn.Module, torch.dtype]:
@@ -80,7 +81,8 @@ def _rounds_gradient(kernels: Kernels | None, device_type: str, dtype: torch.dty
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """Of a module's own parameters, for which FSDP2 has no public names: a list, in torch 2.11 one or None."""
+    """FSDP2's groups of a module's own parameters, for which it has no public names: a list, in torch 2.11 one or
+    None."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

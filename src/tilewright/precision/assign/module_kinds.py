@@ -209,7 +209,7 @@ class _Mixtures:
                     self._shares |= dict.fromkeys(child.modules(), share)
 
     def share(self, site: ModuleSite) -> float | None:
-        """Of the tokens, those that a module sees; None where that is not known."""
+        """The share of the tokens that a module sees; None where that is not known."""
         return self._shares.get(site.module, 1.0)
 
 

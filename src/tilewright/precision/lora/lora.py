@@ -325,7 +325,7 @@ def _takes_adapter(module: nn.Module) -> bool:
 
 
 def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:
-    """Those of the names of linear layers that a target matches.
+    """The names of linear layers that a target matches.
 
     Raises:
         ConfigError: a target that matches none.

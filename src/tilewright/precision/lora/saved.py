@@ -128,7 +128,7 @@ def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def forget_saved(model: nn.Module) -> None:
-    """They are as all others again."""
+    """Forget which modules train as a whole: they are as all others again."""
     for module in saved_modules(model).values():
         delattr(module, _SAVED)
 

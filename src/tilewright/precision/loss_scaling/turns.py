@@ -65,7 +65,7 @@ class _Spent:
         return self.param.grad is not None and self.grad() is self.param.grad
 
     def looked_at(self) -> "_Spent":
-        """The same after a look at its norm, which no device is waited for."""
+        """This gradient after a look at its norm, which no device is waited for."""
         ((value,),) = gradient_values([self.param])
         norm = torch.linalg.vector_norm(value)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

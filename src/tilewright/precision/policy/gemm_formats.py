@@ -74,7 +74,7 @@ class GemmFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of operands that are not scaled."""
+        """The dtype of operands that are not scaled."""
         return SPECS[self.name].dtype
 
     def relaxed(self, *, power_of_two: bool) -> "GemmFormat":
@@ -176,12 +176,12 @@ class Gemms:
 
     @property
     def formats(self) -> tuple[GemmFormat, GemmFormat, GemmFormat]:
-        """Of each matmul, in the order of `GEMM_NAMES`."""
+        """The format of each matmul, in the order of `GEMM_NAMES`."""
         return self.fprop, self.dgrad, self.wgrad
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Of the formats."""
+        """The names of the formats of the three matmuls."""
         return self.fprop.name, self.dgrad.name, self.wgrad.name
 
     def __getitem__(self, gemm: str) -> GemmFormat:
@@ -190,7 +190,7 @@ class Gemms:
 
     @property
     def operands(self) -> Operands | None:
-        """Of the first matmul that is scaled; input and weight are those of all that are."""
+        """The operands of the first matmul that is scaled; input and weight are those of all that are."""
         return next((each.operands for each in self.formats if each.scaled), None)
 
     @property

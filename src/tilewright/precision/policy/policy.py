@@ -159,7 +159,7 @@ class Policy:
         return self if self.device_type else replace(self, device_type=device_type)
 
     def in_mode(self, mode: str) -> "Policy":
-        """The same exceptions in another mode."""
+        """This policy's exceptions in another mode."""
         return replace(self, mode=mode)
 
     @property

@@ -42,7 +42,7 @@ class ModuleRow:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Of the three matmuls, or of all of them alike."""
+        """The formats of the three matmuls; one where they are alike."""
         return self.gemms.names if self.gemms else (self.compute,)
 
 

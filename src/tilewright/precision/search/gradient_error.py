@@ -50,7 +50,7 @@ class Compared:
         self.sums = sums
 
     def only(self, names: Collection[str]) -> "Compared":
-        """As if these parameters' gradients alone had changed."""
+        """The sums as if these parameters' gradients alone had changed."""
         kept = {
             name: s if name in names else _Sums(s.reference, s.reference, s.reference, s.numel)
             for name, s in self.sums.items()

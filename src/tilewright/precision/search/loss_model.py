@@ -88,7 +88,7 @@ def shrink_to_mean(values: Mapping[Product, Sequence[float]]) -> dict[Product, f
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values; infinite for a single one.
+    """Standard error of the mean of independent values; infinite for a single one.
 
     Example:
         >>> standard_error((1.0, 3.0))

@@ -38,7 +38,7 @@ class PipelineView:
 
 
 def pipeline_view(run: RunData) -> PipelineView | None:
-    """Of a run with stages; None where nothing was measured, or the file is not as `train` writes it."""
+    """The pipeline of a run with stages; None where nothing was measured, or the file is not as `train` writes it."""
     found = run.pipeline
     if found is None:
         return None

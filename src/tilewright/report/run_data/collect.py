@@ -79,7 +79,7 @@ class RunData:
         return number((self.plan or {}).get(key))
 
     def corrected(self, key: str) -> float | None:
-        """The same of the plan as it was corrected beside the first steps; None where it was not."""
+        """A number of the plan as it was corrected beside the first steps; None where it was not."""
         corrected = (self.plan or {}).get("corrected")
         return number(corrected.get(key)) if isinstance(corrected, Mapping) else None
 

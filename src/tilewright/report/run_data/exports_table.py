@@ -48,7 +48,7 @@ class Exports:
 
     @staticmethod
     def css_class(state: str) -> str:
-        """Of a state's badge."""
+        """The CSS class of a state's badge."""
         return f"state state-{STATES.get(state, 'look')}"
 
 

@@ -49,7 +49,7 @@ def measured(run: RunData) -> dict[str, Any]:
 
 
 def forecast_view(run: RunData) -> ForecastView | None:
-    """Of a run on several ranks whose step was simulated; None of others."""
+    """The forecast of a run on several ranks whose step was simulated; None of others."""
     told = (run.plan or {}).get("simulated")
     if not isinstance(told, Mapping):
         return None

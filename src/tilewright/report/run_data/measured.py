@@ -62,7 +62,7 @@ def held_out_losses(run: RunData, table: str = "eval") -> list[tuple[float, floa
 
 
 def part_note(run: RunData) -> str:
-    """That curves are of a part of the held-out text; "" where evaluations on the way take all of it."""
+    """A note that curves are of a part of the held-out text; "" where evaluations on the way take all of it."""
     for row in run.evals:
         part, of_all = (sum(result["tokens"] for result in row[table].values()) for table in ("eval", "eval_all"))
         if part != of_all:

@@ -55,7 +55,7 @@ class GanttRow:
 
     @property
     def busy_s(self) -> float:
-        """Of all bars."""
+        """Seconds of all bars."""
         return math.fsum(end - begin for spans in self.bars.values() for begin, end in spans)
 
 
@@ -75,7 +75,7 @@ class _Lines:
         self.x = Scale(0.0, max(end_s, 1e-12), self._left, width - _RIGHT)
 
     def top(self, number: int) -> float:
-        """Of a line."""
+        """The y coordinate of a line's upper edge, in pixels."""
         return _TOP + number * self.high
 
     def svg(self, bars: Sequence[str], label: str) -> str:

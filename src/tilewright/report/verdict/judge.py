@@ -56,7 +56,7 @@ class Judgement:
 
     @property
     def state(self) -> VerdictState:
-        """That of the gravest verdict. Good only where the first rule was measured, and no other is worse."""
+        """The state of the gravest verdict. Good only where the first rule was measured, and no other is worse."""
         if self.worst is not None:
             return self.worst.state
         return self.verdicts[0].state if self.verdicts else VerdictState.NOT_MEASURED

@@ -29,11 +29,12 @@ class TokenTexts:
         self._byte_level = _decodes_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
-        """Its text; the name of a special token; replacement characters where it is a part of a character."""
+        """The text of a token; the name of a special token; replacement characters where it is a part of a
+        character."""
         return self.bytes_of(token).decode("utf-8", errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """Its bytes."""
+        """The bytes of a token."""
         name = self._tokenizer.backend.id_to_token(token)
         if name is None:
             return b""

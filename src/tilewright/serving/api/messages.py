@@ -36,7 +36,7 @@ class CalledFunction(Strict):
     parsed_arguments: Any = None
 
     def to_template(self) -> dict[str, Any]:
-        """As templates know it, which are given arguments as an object or as text, whichever they take."""
+        """The call as templates read it, with arguments as an object or as text, whichever they take."""
         return {"name": self.name, "arguments": self.arguments or "{}"}
 
 
@@ -117,7 +117,7 @@ class Tool(Strict):
     function: FunctionDefinition
 
     def to_template(self) -> dict[str, Any]:
-        """As templates know it."""
+        """The tool as templates read it."""
         function: dict[str, Any] = {"name": self.function.name}
         if self.function.description is not None:
             function["description"] = self.function.description

@@ -90,7 +90,7 @@ class ApiRequest(Strict):
         )
 
     def biases(self) -> Mapping[int, float]:
-        """Of logits, by id."""
+        """Biases of logits, by token id."""
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
     def num_top(self) -> int | None:
@@ -129,7 +129,7 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(ApiRequest):
-    """Of /v1/chat/completions."""
+    """A request of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -170,7 +170,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class TextRequest(ApiRequest):
-    """Of /v1/completions. A prompt is one text, or the ids of one; there may be a list of them."""
+    """A request of /v1/completions. A prompt is one text, or the ids of one; there may be a list of them."""
 
     prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=_MOST_CHOICES)]
     best_of: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None

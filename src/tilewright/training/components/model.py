@@ -95,7 +95,7 @@ def build_adapted(
 
 
 def build_trained(recipe: Recipe, vocab_size: int, kernels: Kernels, device: torch.device | str, **how: bool) -> Model:
-    """The same, with what it learns hidden values of its teacher by.
+    """Build the model that trains, with what it learns hidden values of its teacher by.
 
     Args:
         recipe, vocab_size, kernels, device, how: see `build_adapted`; `[distill]` is read too.

@@ -83,7 +83,7 @@ def attach_reference(
 
 
 def weights_digest(recipe: Recipe) -> str:
-    """Of all that the starting model's numbers depend on."""
+    """Hash of all that the starting model's numbers depend on."""
     digest = xxhash.xxh3_64(recipe.model.model_dump_json(exclude={"path"}).encode())
     digest.update(recipe.precision.model_dump_json().encode())
     digest.update(f"{recipe.lora.rank > 0} {recipe.lora.base} {recipe.lora.targets}".encode())

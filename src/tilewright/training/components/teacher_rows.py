@@ -101,7 +101,8 @@ class TeacherRows:
             )
 
     def find(self, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor] | None]:
-        """Of each row of a micro-batch tokens [S, K] and their logarithms [S, G]; None where it is not there."""
+        """For each row of a micro-batch the teacher's tokens [S, K] and their logarithms [S, G]; None where it is not
+        there."""
         return [self._read(key) for key in _keys(batch)]
 
     def numbers(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -62,7 +62,7 @@ class StepResult:
 
     @classmethod
     def left_out(cls, microbatches: Sequence[Batch]) -> "StepResult":
-        """Of a step that is not computed, because it was lost before."""
+        """The result of a step that is not computed, because it was lost before."""
         why = "its gradient turned bad half-way before, so it is left out"
         return cls(math.nan, count_targets(microbatches), count_tokens(microbatches), math.nan, why, 1.0, 0.0)
 

@@ -81,7 +81,7 @@ class Summoned:
         return None if self._home is None else self.tensor
 
     def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same, in the order in which they are best asked for: those of one layer group together."""
+        """The tensors in the order in which they are best asked for: those of one layer together."""
         first = (-1,)
         return dict(sorted(tensors.items(), key=lambda item: self._found.get(item[0], first)[0]))
 

@@ -144,7 +144,7 @@ class AfterStep(StepHook):
 
 
 def by_name(hooks: Iterable[StepHook], taken: Collection[str] = ()) -> dict[str, StepHook]:
-    """Those with a state, under their names in checkpoints.
+    """The hooks that have a state, under their names in checkpoints.
 
     Args:
         hooks: of a run.

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def forecast_of(setup: RunContext, parts: Components) -> Forecast | None:
-    """Of a run that is assembled; None of one process, on all but the first rank, and where it is not known: see
-    `forecast`, and of whole documents, whose micro-batches differ from step to step. All ranks call it.
+    """The forecast of a run that is assembled; None of one process, on all but the first rank, and where it is not
+    known: see `forecast`, and of whole documents, whose micro-batches differ from step to step. All ranks call it.
 
     Args:
         setup: of the run.

@@ -58,15 +58,16 @@ def told_before(
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Of the first steps of a process, the middle one's, the first left out. `processor`: of the calling thread; where
-    it says nothing of the work (a GPU), the same as `clock`."""
+    """Seconds of the first steps of a process: the middle one's, the first step left out. `processor`: of the calling
+    thread; where it says nothing of the work (a GPU), the same as `clock`."""
 
     clock: float
     processor: float
 
     @classmethod
     def of(cls, clock: Sequence[float], processor: Sequence[float], *, on_cpu: bool) -> "StepSeconds":
-        """Of the first `COUNTED` steps in the mode that was planned; the first one compiles, and does not count."""
+        """Seconds of the first `COUNTED` steps in the mode that was planned; the first one compiles, and does not
+        count."""
         seconds = median(clock[1:])
         return cls(seconds, median(processor[1:]) if on_cpu else seconds)
 
@@ -83,7 +84,8 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class PlannedSeconds:
-    """Of a step; 0 where they are not known. `moved`: those of links and other ranks, in which no processor works."""
+    """Planned seconds of a step; 0 where they are not known. `moved`: those of links and other ranks, in which no
+    processor works."""
 
     step: float
     moved: float = 0.0

@@ -41,7 +41,7 @@ from tilewright.training.runlog.run_folder import RunFolder
 
 
 class LoneWatch:
-    """Of a process alone: there are no others to watch."""
+    """The watch of a process alone: there are no others to watch."""
 
     world = World.alone()
 
@@ -145,7 +145,7 @@ class RankWatch(LoneWatch):
             self._recorder = None
 
     def agreement(self, folder: RunFolder, plan: Plan, parts: Components) -> Agreement:
-        """The same: from here on phases of a step are those of memory."""
+        """The agreement of the ranks: from here on phases of a step are those of memory."""
         parts.memory_tracker.on_phase = self.heartbeat.phase
         planned = 0 if plan.shape.unknown else plan.allocated_bytes + plan.reserve_bytes
         group = self.world.everyone.handle
@@ -161,7 +161,7 @@ class RankWatch(LoneWatch):
 
 
 def watch_of(folder: Path, world: World) -> LoneWatch:
-    """Of a run in this folder."""
+    """The watch over the ranks of a run in this folder."""
     return LoneWatch() if world.size == 1 else RankWatch(folder, world)
 
 
@@ -235,7 +235,7 @@ def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
 
 
 def check_stages(world: World, recipe: Recipe, can: Capabilities) -> None:
-    """The same of a pipeline.
+    """Problems of a pipeline that are known before anything is prepared.
 
     Raises:
         ConfigError: see `check_world`.

@@ -48,7 +48,7 @@ class PlanRequest:
 
     @property
     def how(self) -> How:
-        """As `decide` has it."""
+        """The request in `decide`'s words."""
         return "fastest" if self.fastest else "least_change"
 
 

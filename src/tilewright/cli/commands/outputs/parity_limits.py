@@ -44,7 +44,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """Of differences relative to the norm on one process; of routers the share of choices."""
+    """Limits of a comparison's differences: of tensors relative to the norm on one process, of routers as a share of
+    choices."""
 
     loss: float
     gradient: float
@@ -54,7 +55,7 @@ class ParityLimits:
     routing: float
 
     def of(self, kind: str, name: str) -> float | None:
-        """That of a number or tensor; None of what is no result.
+        """The limit of a number or tensor; None of what is no result.
 
         Example:
             >>> limits = ParityLimits(1e-6, 1e-5, 0.25, 1e-7, 0.1)
@@ -66,7 +67,7 @@ class ParityLimits:
 
 
 def limits_of(recipe: Recipe, one: "Arrays", ranks: int) -> ParityLimits:
-    """Those of a comparison.
+    """The limits of a comparison of one process with several.
 
     Args:
         recipe: of both sides.

@@ -42,7 +42,7 @@ class OnnxRuntime(KeptTensors):
         return logits, kept
 
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
-        """Of one pass."""
+        """Logits of images, in one pass."""
         return cast(list[np.ndarray], self._session.run(None, {self._ids.name: pixels_B3HW}))[0]
 
     def quantized(self) -> Mapping[str, int] | None:

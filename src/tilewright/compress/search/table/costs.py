@@ -41,7 +41,7 @@ def shape_key(config: DecoderConfig, place: PartPlace, shape: LayerShape) -> str
 def costs_of(
     config: DecoderConfig, place: PartPlace, choice: PartChoice, table: Mapping[str, Any], context: int
 ) -> Costs:
-    """Of a choice.
+    """The costs of a choice at its place.
 
     Args:
         config: of the run.
@@ -66,7 +66,7 @@ def costs_of(
 
 
 def measured_costs(model: Any, latency: Latency, cache: int, context: int) -> Costs:
-    """Of a whole decoder: latency and cache as measured, the rest as counted."""
+    """Costs of a whole decoder: latency and cache as measured, the rest as counted."""
     return {
         "token": latency.token.least,
         "prefill": latency.prefill.least,

@@ -27,7 +27,7 @@ _MOST_COPIES = 512
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one part, or of a decoder.
+    """Latency of one part, or of a decoder.
 
     Args:
         prefill: of the context.
@@ -58,7 +58,7 @@ class Latency:
 
 @torch.no_grad()
 def model_latency(model: Any, context: int, clock: Clock) -> tuple[Latency, int]:
-    """Of a decoder as it answers one row, and the bytes of its cache.
+    """Latency of a decoder that answers one row, and the bytes of its cache.
 
     Args:
         model: in memory.
@@ -92,7 +92,7 @@ def part_latency(
     context: int,
     clock: Clock,
 ) -> tuple[Latency, int]:
-    """Of a part, and the bytes of its cache.
+    """Latency of a part, and the bytes of its cache.
 
     Args:
         config: of the decoder.

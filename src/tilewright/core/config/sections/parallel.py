@@ -126,7 +126,7 @@ class ParallelSection(Section):
 
     @property
     def stages_per_process(self) -> int:
-        """Of a pipeline.
+        """Stages of a pipeline that each process holds.
 
         Example:
             >>> names = "1f1b", "interleaved", "zbv"

@@ -71,7 +71,7 @@ class ShardIndex:
             ) from error
 
     def to_json(self) -> str:
-        """As it is written."""
+        """The index as JSON text, as it is written."""
         head = {"format": FORMAT, "dtype": self.dtype, "marked": self.marked}
         return json.dumps(head | {"shards": [asdict(shard) for shard in self.shards]}, indent=1, ensure_ascii=False)
 

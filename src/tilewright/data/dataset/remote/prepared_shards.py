@@ -133,7 +133,7 @@ class PreparedShards(PreparedData):
 
     @cached_property
     def places(self) -> list[int]:
-        """Of the shards of the domains that are kept, among all."""
+        """The places, among all shards, of those whose domains are kept."""
         return [place for of_domain in self.reader.places for place in of_domain]
 
     def rows_of_shard(self, place: int) -> int:

@@ -83,7 +83,7 @@ class _Documents:
     repaired: Sequence[Path]
 
     def where(self, stays: np.ndarray) -> "_Documents":
-        """Those that stay (bool)."""
+        """The documents for which `stays` (bool) is true."""
         docs, domain_of, lengths = self.docs[stays], self.domain_of[stays], self.lengths[stays]
         is_media, texts = self.is_media[stays], self.texts[stays]
         return _Documents(self.domains, docs, domain_of, lengths, is_media, texts, self.repaired)

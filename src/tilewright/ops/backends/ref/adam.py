@@ -70,7 +70,7 @@ def elements(count: int, length: int, skip: int, device: torch.device) -> Tensor
 
 
 def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
-    """The same for these elements (int32): a 32-bit integer finaliser."""
+    """Random bits of elements by their numbers (int32): a 32-bit integer finaliser."""
     x = element * _ELEMENT + stream
     x = (x ^ ((x >> 16) & 0xFFFF)) * 569420461
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 1935289751

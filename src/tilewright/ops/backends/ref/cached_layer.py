@@ -13,7 +13,7 @@ from tilewright.ops.backends.ref import math as ref
 
 
 class LayerWeights(NamedTuple):
-    """Of one layer, all in one dtype."""
+    """Weights of one layer, all in one dtype."""
 
     attention_norm_D: Tensor
     q: Tensor

@@ -42,7 +42,7 @@ def with_state(
     state_BHDD: Tensor | None,
     segments_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same from a state on (None: nothing was seen yet), and the state after the last position."""
+    """Linear attention that begins at a state (None: nothing was seen yet), and the state after the last position."""
     high = wide(q_BHSD.dtype)
     q, k, v, decay, rate = (x.to(high) for x in (q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS))
     q, k, v = unit(q) * q.shape[-1] ** -0.5, unit(k), F.silu(v)

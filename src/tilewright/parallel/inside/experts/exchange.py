@@ -99,7 +99,7 @@ class ExpertExchange:
 
     @cached_property
     def held_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The same of each rank."""
+        """The numbers of the experts of each rank."""
         return by_rank(self.order, self.group.size)
 
     def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts, keys_P: Tensor | None = None) -> Tensor:

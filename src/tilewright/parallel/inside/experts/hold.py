@@ -127,7 +127,7 @@ def mixtures(model: nn.Module) -> Iterator[MoE]:
 
 
 def places_of_mixtures(model: Decoder) -> list[int]:
-    """Of the layers of experts that are here, among those of the whole model."""
+    """The places of this process's layers of experts, among those of the whole model."""
     dense = model.config.num_dense_layers
     return [int(number) - dense for number, block in model.model.layers.named_children() if block.is_moe]
 

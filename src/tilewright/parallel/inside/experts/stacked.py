@@ -124,7 +124,7 @@ class _Sent:
         return _Sent(way, order, inverse, weights_NK, x_ND.dtype, arrived), rows_PD, expert_P
 
     def back(self, exchange: ExpertExchange, out_PD: Tensor) -> Tensor:
-        """Their experts' results, weighted and summed: [N, D]."""
+        """The experts' results of the sent tokens, weighted and summed: [N, D]."""
         out_PD = exchange.back(out_PD[: self.arrived], self.way)
         out_NKD = permuted(out_PD, self.inverse, self.order).unflatten(0, self.weights_NK.shape)
         return (out_NKD * self.weights_NK.unsqueeze(-1)).sum(1).to(self.dtype)

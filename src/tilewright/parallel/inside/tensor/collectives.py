@@ -51,7 +51,7 @@ class TensorRanks:
 
     @staticmethod
     def of(world: World) -> "TensorRanks":
-        """Those of a run."""
+        """The tensor-parallel ranks of a run."""
         return TensorRanks(world.tensor, world.traffic)
 
     @property

@@ -57,7 +57,7 @@ class SequenceSlices:
         return moved(x_BsD, functools.partial(self._whole, length=length), self._own)
 
     def read(self, x_BsD: Tensor, length: int) -> Tensor:
-        """The same, for layers of which each rank has a part, and so a part of the gradient."""
+        """The stream of all ranks, for layers of which each rank has a part, and so a part of the gradient."""
         return moved(x_BsD, functools.partial(self._whole, length=length), self._summed)
 
     def written(self, x_BSD: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class SequenceSlices:
         return moved(x_ND, functools.partial(self._summed_tokens, shape=shape), self._every_token)
 
     def read_codes(self, x: WithCopies, length: int, readers: int, *, whole_gradient: bool) -> WithCopies:
-        """The same of a value whose readers take its codes alone, of slices that are whole tiles (`tiles_of`): codes
-        travel, one byte per element forward, and one backward, where the weights' gradients read the other copy.
+        """The stream of all ranks as codes alone, from slices that are whole tiles (`tiles_of`): codes travel, one byte
+        per element forward, and one backward, where the weights' gradients read the other copy.
 
         Args:
             x: of this rank's slice.
@@ -90,7 +90,7 @@ class SequenceSlices:
         return WithCopies(value, whole_rows(x.row, whole), x.column, Arrival(whole, readers))
 
     def read_token_codes(self, x: WithCopies, readers: int) -> WithCopies:
-        """The same for what takes each token alone, see `read_tokens`."""
+        """Slices of all ranks as codes alone, for what takes each token alone, see `read_tokens`."""
         whole, shape = self._every_token, x.value.shape
         tokens = shape[:-1].numel() * self.ranks.size
         back = functools.partial(self._summed_tokens, shape=shape)

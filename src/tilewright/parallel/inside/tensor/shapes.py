@@ -13,7 +13,7 @@ class ShapeRanks(TensorRanks):
 
     @staticmethod
     def of_size(size: int) -> "ShapeRanks":
-        """Of so many.
+        """The first of a number of ranks.
 
         Example:
             >>> ShapeRanks.of_size(2).gathered(torch.ones(3, 4)).shape

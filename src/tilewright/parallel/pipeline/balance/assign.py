@@ -44,7 +44,7 @@ class WeighedDocuments:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Of the pipeline that micro-batches pass.
+    """The shape of the pipeline that micro-batches pass.
 
     Example:
         >>> documents = WeighedDocuments((1,) * 64, (1.0,) * 64)
@@ -63,8 +63,8 @@ class RowShape:
 
     @staticmethod
     def of(pipeline: Pipeline) -> "RowShape":
-        """Of a schedule. Zero-bubble ones leave a third of what 1F1B does, interleaved ones 1 / virtual, two thirds of
-        it where weight gradients wait; GPipe all.
+        """The shape of a schedule's pipeline. Zero-bubble ones leave a third of what 1F1B does, interleaved ones 1 /
+        virtual, two thirds of it where weight gradients wait; GPipe all.
 
         Example:
             >>> RowShape.of(Pipeline(4, "zbv", 2)).filled_in, RowShape.of(Pipeline(4, "interleaved", 2)).filled_in
@@ -74,10 +74,9 @@ class RowShape:
         return RowShape(pipeline.pp, filled_in, stages=pipeline.num_stages)
 
     def seconds(self, documents: WeighedDocuments, speeds: Sequence[float], count: int, each_s: float) -> float:
-        """Of a step of balanced micro-batches, in the unit of the costs: its work, what each micro-batch costs beside
-        its documents (`each_s`), the ranks' waiting while the pipeline fills and drains, and their waiting for the
-        longest document, where that is more than a micro-batch: over half of what is more, in replays of 1F1B on
-        log-normal documents."""
+        """Seconds of a step of balanced micro-batches, in the unit of the costs: its work, what each micro-batch costs
+        beside its documents (`each_s`), the ranks' waiting while the pipeline fills and drains, and their waiting for
+        the longest document."""
         work = documents.total / sum(speeds) + count * each_s
         one = work / count
         more = max(0.0, max(documents.costs, default=0.0) / max(speeds) + each_s - one)

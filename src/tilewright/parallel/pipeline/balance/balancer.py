@@ -66,11 +66,11 @@ class Balanced:
         return found if found > least else 0.0
 
     def at_count(self, count: int) -> "Balanced":
-        """The same that keeps this number of micro-batches."""
+        """These places of documents with the number of micro-batches fixed."""
         return replace(self, count=count)
 
     def to_json(self) -> dict[str, Any]:
-        """Of the state of a run."""
+        """The balancer's state in JSON types, for the state of a run."""
         return {"model": self.model.to_json(), "speeds": list(self.speeds), "each_s": self.each_s, "count": self.count}
 
     def from_json(self, found: Mapping[str, Any]) -> "Balanced":

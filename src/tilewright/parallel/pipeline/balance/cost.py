@@ -54,11 +54,11 @@ class CostModel:
     """Per kind those of T and of the sum of L^2; then of T in the embedding, of T in head and loss, of a pass."""
 
     def seconds(self, work: StageWork) -> float:
-        """Of a stage for one micro-batch."""
+        """Seconds of a stage for one micro-batch."""
         return sum(c * x for c, x in zip(self.coefficients, work.features(self.kinds), strict=True))
 
     def document(self, layers: Mapping[str, int], length: int, *, first: bool = False, last: bool = False) -> float:
-        """Of one document in these layers, without what a pass costs beside it."""
+        """Seconds of one document in these layers, without what a pass costs beside it."""
         return self.seconds(StageWork(layers, length, length * length, first, last)) - self.each_s
 
     @property
@@ -67,7 +67,7 @@ class CostModel:
         return self.coefficients[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """Of the state of a run."""
+        """The model's numbers in JSON types, for the state of a run."""
         return asdict(self)
 
     @staticmethod

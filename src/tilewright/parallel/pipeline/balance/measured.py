@@ -69,7 +69,7 @@ class MeasuredStep:
         return idle_time(self.rows)
 
     def stage_seconds(self, stages: Mapping[int, StageKind]) -> list[StageSeconds]:
-        """Of each micro-batch in each stage, over its passes.
+        """Seconds of each micro-batch in each stage, over its passes.
 
         Args:
             stages: what is in them, by number.

@@ -126,7 +126,7 @@ class IdleTime:
 
 
 def idle_time(rows: Sequence[Row]) -> IdleTime:
-    """Of a measured step.
+    """The idle time of a measured step.
 
     Args:
         rows: of ranks.

@@ -40,7 +40,7 @@ class SplitCosts:
 
     @cached_property
     def loads(self) -> list[float]:
-        """Of each rank, what it does beside its layers."""
+        """Seconds of each rank beside its layers."""
         found = [0.0] * len(self.speeds)
         found[self.rank_of[0]] += self.first
         found[self.rank_of[-1]] += self.last
@@ -55,7 +55,7 @@ class SplitCosts:
         return found
 
     def rank_seconds(self, split: Sequence[int]) -> list[float]:
-        """Of each rank for a micro-batch.
+        """Seconds of each rank for a micro-batch.
 
         Example:
             >>> SplitCosts((1.0,) * 4, rank_of=(0, 1), speeds=(1.0, 0.5)).rank_seconds((3, 1))

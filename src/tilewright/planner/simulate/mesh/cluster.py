@@ -45,7 +45,7 @@ class Cluster:
         return self.nodes * self.gpus
 
     def ring_s(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Of an all-gather into, or a reduce-scatter of, tensors of so many bytes over so many ranks; an all-reduce is
+        """Seconds of an all-gather or a reduce-scatter of tensors of `num_bytes` over a ring of ranks; an all-reduce is
         both."""
         if ranks == 1 or not num_bytes:
             return 0.0
@@ -54,7 +54,7 @@ class Cluster:
         return num_bytes * hops / ranks / link.bytes_per_s + link.latency_s * -(-ranks // inside)
 
     def exchange_s(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Of an all-to-all in which each rank has so many bytes for all ranks together, itself among them."""
+        """Seconds of an all-to-all in which each rank has `num_bytes` for all ranks together, itself among them."""
         if ranks == 1 or not num_bytes:
             return 0.0
         inside = min(ranks, max(1, self.gpus // stride))

@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def row_of(place: int, step: MeshStep) -> list[str]:
-    """Of the table of the best."""
+    """One row of the table of the best settings."""
     one = step.setting
     return [
         str(place), one.mesh_words(), one.schedule_words() or "-", f"{one.count} x {one.rows}",
@@ -57,7 +57,7 @@ def verdict(found: BestMeshes, world: int, on: str) -> str:
 
 
 def miss_words(step: MeshStep) -> str:
-    """Of the nearest miss: what it takes, and of what most."""
+    """The nearest miss in words: the memory that it takes, and of what most."""
     owners = step.worst.owners
     largest = sorted(owners, key=lambda owner: -owners[owner])[:3]
     parts = ", ".join(f"{owner} {format_bytes(owners[owner])}" for owner in largest)
@@ -93,7 +93,7 @@ def recipe_text(name: str, recipe: Recipe, step: MeshStep, head: Sequence[str]) 
 
 
 def numbers(step: MeshStep) -> dict[str, str]:
-    """Of one setting, by name."""
+    """Numbers of one setting, by name."""
     return {
         "step": format_seconds(step.seconds),
         "tokens/s": format_count(step.tokens_per_s),

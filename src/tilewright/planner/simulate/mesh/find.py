@@ -34,7 +34,7 @@ class MeshChange:
 
     @property
     def words(self) -> str:
-        """As it is typed."""
+        """The changes as they are typed."""
         return " ".join(f"--{name} {value}" for name, value in self.settings.items())
 
 
@@ -71,7 +71,7 @@ class MeshFinder:
 
     @property
     def model(self) -> MeshModel:
-        """Of the recipe, on this machine."""
+        """The costs of the recipe's model on this machine."""
         assert self.rates is not None
         return self.rates.model
 
@@ -127,7 +127,7 @@ class MeshFinder:
         return [own, *pairs]
 
     def with_settings(self, settings: Mapping[str, Any]) -> "MeshFinder":
-        """Of the recipe with something else."""
+        """This finder, for the recipe with other settings."""
         other = replace(self, recipe=changed(self.recipe, settings))
         return other if settings.keys() <= _SAME_COSTS else other.with_rates()
 

@@ -51,7 +51,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, plan: Plan, site: Site, sizes: MeshSizes, table: ScheduleTable | None) -> Forecast | None:
-    """Of a run.
+    """The time, traffic and memory that a step on several ranks is expected to take.
 
     Args:
         recipe: that it runs.

@@ -48,7 +48,7 @@ class ShapeKey(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """Of one micro-batch. Recomputation is before `dgrad`."""
+    """Seconds of one micro-batch's passes. Recomputation is before `dgrad`."""
 
     forward: float = 0.0
     recompute: float = 0.0
@@ -62,7 +62,7 @@ class PassSeconds(NamedTuple):
         return PassSeconds(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def times(self, factor: float) -> "PassSeconds":
-        """So many times."""
+        """These seconds, multiplied."""
         return PassSeconds(*(factor * mine for mine in self))
 
     @property
@@ -86,7 +86,7 @@ class StageLayers:
     last: bool
 
     def plus(self, other: "StageLayers") -> "StageLayers":
-        """Both on one rank."""
+        """The layers of both, on one rank."""
         counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
         return StageLayers(counts, self.first or other.first, self.last or other.last)
 
@@ -127,7 +127,7 @@ class MeshModel:
 
     @property
     def chosen(self) -> int:
-        """Of them those that a token passes."""
+        """Experts of a layer that a token passes; 0: none."""
         return self.decoder.num_experts_per_token if self.decoder else 0
 
     @cached_property
@@ -165,7 +165,7 @@ class MeshModel:
         return replace(shape, classes=classes)
 
     def config(self, setting: MeshSetting) -> GlobalConfig:
-        """Of a rank, as the planner of one process has it."""
+        """The planner's configuration of a rank, as one process has it."""
         recipe, sizes = self.recipe, setting.sizes
         alone = sizes.pp == 1
         return GlobalConfig(
@@ -211,7 +211,7 @@ class MeshModel:
         return PassSeconds(parts.forward_s(), again, sum(backward.values()) - wgrad, wgrad)
 
     def layer_parts(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> LayerParts:
-        """Of the layer, as a rank runs it: what its seconds are made of.
+        """A layer as a rank runs it: what its seconds are made of.
 
         Args:
             place: of its class.
@@ -272,7 +272,7 @@ class MeshModel:
         return PassSeconds(forward + third + loss / 2, 0.0, backward + third + loss / 2, third)
 
     def update_s(self, weights: Weights, moments: str, key: ShapeKey, shards: int) -> float:
-        """Of the optimizer, for a rank's part of some weights."""
+        """Seconds of the optimizer, for a rank's part of some weights."""
         found = LayerClass("rank", (-1,), weights, weights.count)
         shape, recipe = self.shape(key), self.recipe_with(key.master)
         config = self.config(MeshSetting(MeshSizes(dp_shard=shards), Pipeline(1), 1, 1, "keep", moments, key.master))
@@ -291,7 +291,7 @@ class MeshModel:
         return sum(of_layers, Weights()) + shape.embedding + shape.head
 
     def flops(self) -> float:
-        """Of a token of a step, forward and backward, what is computed again left out: as MFU counts them."""
+        """FLOPs of a token of a step, forward and backward, what is computed again left out: as MFU counts them."""
         shape = self.whole
         layers = sum(found.count * (found.matmul_flops + found.attention_flops) for found in shape.classes)
         return 3 * layers / shape.seq_len + 6.0 * shape.dim * shape.vocab_size

@@ -55,7 +55,7 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> float:
-        """Of the busiest phase."""
+        """Bytes of the busiest phase."""
         return max(sum(owners.values()) for owners in self.phases.values())
 
     @property
@@ -65,7 +65,7 @@ class RankMemory:
 
     @property
     def owners(self) -> Owners:
-        """Of the busiest phase."""
+        """Bytes of the busiest phase, by owner."""
         return self.phases[self.peak_phase]
 
 

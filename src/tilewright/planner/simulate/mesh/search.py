@@ -50,12 +50,12 @@ class MeshStep:
 
     @property
     def simulated(self) -> SimulatedStep | None:
-        """Of a row with stages: its passes."""
+        """The simulated passes of a row with stages."""
         return None if self.table is None else self.costs.simulated(self.table)
 
     @cached_property
     def worst(self) -> RankMemory:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return max(self.memory, key=lambda rank: rank.peak)
 
     @property
@@ -65,13 +65,13 @@ class MeshStep:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         setting, seq_len = self.setting, self.costs.model.whole.seq_len
         return setting.rows * setting.count * setting.sizes.data * seq_len
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens/s of all ranks."""
         return self.tokens / self.seconds
 
     @property

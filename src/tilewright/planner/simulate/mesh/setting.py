@@ -39,7 +39,7 @@ class MeshSetting:
         return self.sizes.tp
 
     def settings(self) -> dict[str, object]:
-        """As a recipe has them."""
+        """The setting's values, as a recipe names them."""
         sizes = self.sizes
         found: dict[str, object] = {f"parallel.{axis}": getattr(sizes, axis) for axis in ("pp", "tp", "ep")}
         found |= {"parallel.dp_replicate": sizes.dp_replicate, "parallel.dp_shard": sizes.dp_shard}
@@ -58,7 +58,7 @@ class MeshSetting:
         return {name: value for name, value in found.items() if value != _USUAL.get(name)}
 
     def mesh_words(self) -> str:
-        """Its axes of more than one rank."""
+        """The mesh in words: its axes of more than one rank."""
         names = ("pp", "dp_replicate", "dp_shard", "tp", "ep")
         words = [f"{axis} {getattr(self.sizes, axis)}" for axis in names if getattr(self.sizes, axis) > 1]
         return ", ".join(words) or "one rank"
@@ -91,7 +91,7 @@ class MeshSetting:
         return _MODES[self.activations]
 
     def without_layers(self) -> Pipeline:
-        """Its pipeline as schedules see it."""
+        """The pipeline without its layers, as schedules see it."""
         return replace(self.pipeline, layers=())
 
 

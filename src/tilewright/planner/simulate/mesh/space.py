@@ -73,7 +73,7 @@ class Space:
             )
 
     def meshes(self) -> Iterator[MeshSizes]:
-        """That fill the world."""
+        """The meshes that fill the world."""
         for pp in _divisors(self.world, min(self.layers, MOST_PP)):
             for tp in _divisors(self.world // pp, self.gpus):
                 if self.gpus % tp or self.heads % tp:

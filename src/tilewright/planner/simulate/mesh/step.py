@@ -44,7 +44,7 @@ class Exposed:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.gather + self.reduce
 
 
@@ -202,17 +202,17 @@ class MeshCosts:
 
     @property
     def model(self) -> MeshModel:
-        """Of the run."""
+        """The model of the run."""
         return self.rates.model
 
     @cached_property
     def shape_key(self) -> ShapeKey:
-        """Of a rank's part of the model."""
+        """The key of a rank's part of the model."""
         return self.model.key(self.setting.master, self.setting.sizes)
 
     @cached_property
     def key(self) -> PassKey:
-        """Of its passes."""
+        """The key of the setting's passes."""
         one = self.setting
         return PassKey(one.rows, one.activations, self.shape_key)
 
@@ -223,23 +223,23 @@ class MeshCosts:
 
     @cached_property
     def stages(self) -> list[PassSeconds]:
-        """Of each stage, one micro-batch."""
+        """Seconds of one micro-batch in each stage."""
         return [self.rates.stage(held, self.key) for held in self.rates.held(self.setting.pipeline)[0]]
 
     @cached_property
     def ranks(self) -> list[PassSeconds]:
-        """Of each rank of a row, one micro-batch."""
+        """Seconds of one micro-batch on each rank of a row."""
         return [self.rates.stage(held, self.key) for held in self.held]
 
     @cached_property
     def update_s(self) -> float:
-        """Of the rank whose update takes longest."""
+        """Seconds of the update on the rank that takes longest."""
         key = UpdateKey(self.setting.moments, self.setting.sizes.dp_shard, self.shape_key)
         return max(self.rates.update_s(held, key) for held in dict.fromkeys(self.held))
 
     @cached_property
     def exposed(self) -> Exposed:
-        """Of shards and copies, on the rank that waits longest."""
+        """Exposed exchanges of shards and copies, on the rank that waits longest."""
         one = self.setting
         found = [
             self.rates.exposed(held, self.key, one.count, one.sizes, SumKey(one.reduce_each, one.wire))
@@ -278,7 +278,7 @@ class MeshCosts:
         return count if count <= (ROUNDS + 1) * pp else ROUNDS * pp
 
     def pass_costs(self, count: int) -> PassCosts:
-        """Of one row and so many micro-batches."""
+        """The costs of the passes of one row with `count` micro-batches."""
         pp = self.setting.pipeline.pp
         sums = PassSeconds()
         for one in self.stages:
@@ -288,7 +288,7 @@ class MeshCosts:
         return PassCosts(kinds, ((1.0,) * count,), (shares,), ((1.0,) * pp,))
 
     def step_costs(self, count: int) -> StepCosts:
-        """Of one row and so many micro-batches, with its messages."""
+        """The costs of a step of one row with `count` micro-batches and their messages."""
         sizes, shape = self.setting.sizes, self.model.whole
         message = self.setting.rows * shape.seq_len * shape.dim * shape.stream_bytes
         network = Network(1, inter=self.rates.cluster.hop(sizes.world // sizes.pp))

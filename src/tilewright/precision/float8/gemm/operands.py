@@ -16,7 +16,7 @@ from tilewright.ops.kernels import Kernels
 
 
 def parts_of(tiled: TiledTensor | None) -> Parts:
-    """Of no TiledTensor, three times None."""
+    """The tensors of a TiledTensor; three times None of none."""
     return (None, None, None) if tiled is None else (tiled.qdata, tiled.scale_inv, tiled.second)
 
 
