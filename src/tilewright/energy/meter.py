@@ -44,7 +44,7 @@ class EnergyUse:
         return sum(self.joules.values())
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON types; without joules where nothing is counted."""
+        """The energy in JSON types; without joules where nothing is counted."""
         return {
             "joules": {phase: round(value, 6) for phase, value in self.joules.items()} if self.parts else {},
             "seconds": {phase: round(value, 6) for phase, value in self.seconds.items()},

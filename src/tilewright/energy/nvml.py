@@ -69,7 +69,7 @@ class Nvml:
         return cls(library) if library.nvmlInit_v2() == 0 else None
 
     def sample(self) -> list[dict[str, Any]]:
-        """For each GPU its name, share of time with a kernel in percent, and memory in bytes; None: not known."""
+        """Name, share of time with a kernel in percent, and memory in bytes of each GPU; None: not known."""
         return [{"name": name, **self._load(handle)} for handle, name in self._devices]
 
     def counters(self, uuids: Collection[str]) -> tuple[Counter, ...]:

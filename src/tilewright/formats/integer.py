@@ -118,7 +118,7 @@ class IntegerTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored: packed codes, scales, zero points."""
+        """Bytes of an integer tensor as stored: packed codes, scales, zero points."""
         rows, cols = self.shape
         codes = rows * -(-cols // 2) if self.spec.bits <= 4 else rows * cols
         return codes + self.scale.nbytes + (0 if self.zero_point is None else self.zero_point.nbytes)

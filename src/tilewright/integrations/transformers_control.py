@@ -99,7 +99,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         self._watching.close()
 
     def state(self) -> dict[str, Any]:
-        """For the Trainer's checkpoints."""
+        """The controller's state, for the Trainer's checkpoints."""
         saved = self.saved if self.control is None else self.control.state_dict()
         return {"args": {"settings": self.settings}, "attributes": {"saved": saved, "dropped": self.dropped}}
 

@@ -60,7 +60,7 @@ class StreamCallback(TrainerCallback, ExportableState):
         self._rows = None
 
     def state(self) -> dict[str, Any]:
-        """For the Trainer's checkpoints."""
+        """The stream's position, for the Trainer's checkpoints."""
         if self._rows is not None:
             self.saved = self._rows.steps.state_before(self._first + self._step)
         return {"args": {}, "attributes": {"saved": self.saved}}

@@ -45,7 +45,8 @@ def _wide(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
 def machines_linear(
     x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, queue: WeightGradientQueue | None = None
 ) -> Tensor:
-    """For callers without `Kernels`: `native`, or `wide` where this machine's CPU does not multiply x's dtype."""
+    """A linear layer for callers without `Kernels`: `native`, or `wide` where this machine's CPU does not multiply x's
+    dtype."""
     if in_func_transform():
         return _in_transforms(x, weight_MK, bias_M)
     widens = wide.widens(x.device.type, x.dtype)
@@ -71,7 +72,8 @@ def _in_transforms(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -
 
 
 def gemms_of(candidate: str) -> LinearGemms:
-    """The matmuls of a candidate one by one, for weight gradients that wait (`base.deferred`)."""
+    """The matmuls of a linear layer one by one, as a candidate computes them, for weight gradients that wait
+    (`base.deferred`)."""
     if candidate == "wide":
         from tilewright.ops.backends.native import wide_ops  # it registers torch operators
 

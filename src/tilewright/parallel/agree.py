@@ -70,7 +70,7 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
 
 
 def named_ranks(ranks: Collection[int]) -> str:
-    """For a user.
+    """The ranks in words, for a user.
 
     Example:
         >>> named_ranks([3]), named_ranks((0, 2))

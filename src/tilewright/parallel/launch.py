@@ -229,7 +229,7 @@ def on_any(world: World, look: Callable[[], bool]) -> bool:
 
 
 def check_equal(world: World, facts: Mapping[str, str]) -> None:
-    """Each fact is the same on all ranks.
+    """Check that each fact is the same on all ranks.
 
     Args:
         world: this run's.

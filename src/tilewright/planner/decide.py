@@ -199,7 +199,7 @@ def _least_change(planner: Planner, loaded: Loaded, site: Site, same_numbers: bo
 
 
 def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_numbers: bool) -> Iterator[Stage]:
-    """From the recipe as it stands to everything that may be decided.
+    """The stages of a decision, from the recipe as it is to everything that may be decided.
 
     Args:
         recipe: the run's settings.

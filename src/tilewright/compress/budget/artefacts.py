@@ -34,7 +34,7 @@ def judged(row: Mapping[str, Any], made: Mapping[str, Any], budget: float, *, po
 
 
 def missed(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target]) -> dict[str, list[Target]]:
-    """By format of integers the targets that ran outside the budget, and that take codes trained in it.
+    """The targets that ran outside the budget and that take codes trained in a format of integers, by format.
 
     Args:
         rows: judged.

@@ -135,7 +135,7 @@ class Compression:
         )  # fmt: skip
 
     def run(self) -> Record:
-        """All stages; the record.
+        """Run all stages; returns the record.
 
         Raises:
             FitError: no cut that was tried, or no artefact of the one that was kept, is inside the budget. The record

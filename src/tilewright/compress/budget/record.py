@@ -53,7 +53,7 @@ def read_record(folder: Path, name: str = FILE, stages: Sequence[str] = STAGES) 
 
 
 def asked_of(source: ExportSource, weights: str) -> Record:
-    """By what a record is known again: the run, its weights, data and recipe.
+    """The keys by which a record is known again: the run, its weights, data and recipe.
 
     Args:
         source: the run or model.

@@ -12,7 +12,8 @@ from tilewright.compress.budget.measure import RowLosses
 
 
 def rises_of(losses: RowLosses, whole: RowLosses, equal: RowLosses | None) -> dict[str, float | None]:
-    """For the record: rise and standard error over the run, and over the run with as many more steps (None: not run).
+    """Rise and standard error of a model's losses over the run, and over the run with as many more steps (None: not
+    run), for the record.
 
     Args:
         losses: of a model.
@@ -36,7 +37,7 @@ def ruling(row: Mapping[str, Any]) -> float:
 
 
 def rounded(row: Mapping[str, Any], ours: float, theirs: float, *, points: bool = False) -> dict[str, float | None]:
-    """Both rises of an artefact.
+    """Both rises of an artefact, from those of its model and its own rounding.
 
     Args:
         row: of the model that it was made of.
@@ -72,7 +73,7 @@ def near_in_time(predicted: float, measured: float) -> bool:
 
 
 def in_words(row: Mapping[str, Any]) -> str:
-    """Both rises.
+    """The rises over the run, and over the run with as many more steps, in words.
 
     Example:
         >>> in_words({"rise": -0.02, "equal_rise": 0.005})

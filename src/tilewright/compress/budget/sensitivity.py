@@ -62,7 +62,7 @@ def sensitivities(
     *,
     refit: bool,
 ) -> list[CutCost]:
-    """Each kind cut to each number.
+    """The costs of the cuts: each kind cut to each number.
 
     Args:
         model: that is cut, left as it was.

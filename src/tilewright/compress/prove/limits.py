@@ -36,7 +36,7 @@ class ConsumerLimits:
 
     @classmethod
     def of_this_machine(cls, seconds: float = 600.0) -> "ConsumerLimits":
-        """Two thirds of the memory that is free now."""
+        """Limits from this machine: two thirds of the memory that is free now."""
         return cls(seconds, psutil.virtual_memory().available * 2 // 3)
 
 

@@ -63,7 +63,7 @@ class LlamaCpp(ConsumerSession):
         return log_probs_V
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
-        """By the server's own tokenizer; special tokens in a text are text."""
+        """Token ids by the server's own tokenizer; special tokens in a text are text."""
         asked = {"add_special": special, "parse_special": False}
         form = self.request.options.get("normalize", "")
         given = [unicodedata.normalize(form, text) if form else text for text in texts]

@@ -52,7 +52,7 @@ class TorchModel(ConsumerSession):
 
     @torch.inference_mode()
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """In one pass over the row."""
+        """Logits of a row at some positions, in one pass."""
         return all_logits(self.model, ids_S)[torch.from_numpy(positions_P)].float().numpy()
 
     @torch.inference_mode()

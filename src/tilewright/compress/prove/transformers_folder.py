@@ -39,7 +39,7 @@ class TransformersFolder(ConsumerSession):
 
     @torch.inference_mode()
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """In one pass over the row."""
+        """Logits of a row at some positions, in one pass."""
         return self._run(ids_S).logits[0, torch.from_numpy(positions_P)].float().numpy()
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class TransformersFolder(ConsumerSession):
         return self.net(pixel_values=torch.from_numpy(pixels_B3HW).to(self.net.dtype)).logits.float().numpy()
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
-        """By AutoTokenizer; special tokens in a text are text."""
+        """Token ids by AutoTokenizer; special tokens in a text are text."""
         return self.tokenizer(list(texts), add_special_tokens=special, split_special_tokens=True)["input_ids"]
 
     def facts(self) -> Mapping[str, Any]:

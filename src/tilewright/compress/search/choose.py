@@ -57,7 +57,7 @@ class ChosenShape:
         return rest[measure] + sum(option.costs[measure] for option in self.options)  # type: ignore[index]
 
     def to_json(self, rest: Costs) -> dict[str, object]:
-        """For the record."""
+        """The choices for the record."""
         return {
             "choices": {str(option.place): option.name for option in self.options},
             "rise": self.rise,

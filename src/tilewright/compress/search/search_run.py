@@ -113,7 +113,7 @@ class LayerSearch:
         return stage_seconds(self.config, self.choices, self.settings, self.steps, work)
 
     def run(self) -> Record:
-        """All stages; the record.
+        """Run all stages; returns the record.
 
         Raises:
             FitError: no shape is within the limits, as predicted or, of those that were trained on, as measured.
@@ -213,7 +213,7 @@ class LayerSearch:
         return measured_costs(self.model, Latency.from_json(row), row["cache"], self.settings.context)
 
     def limits(self) -> dict[str, float]:
-        """In the measures' own units."""
+        """The limits in the measures' own units."""
         own = self.run_costs()
         return {name: share * own[name] for name, share in self.settings.limits.items()}
 

@@ -52,7 +52,7 @@ class LayerSearchSettings:
 
     @classmethod
     def of(cls, limits: str, kinds: str, **others: Any) -> "LayerSearchSettings":
-        """From the words of a command line.
+        """Settings from the words of a command line.
 
         Raises:
             ConfigError: a limit that is no share of a known measure, or an unknown kind.
@@ -69,7 +69,7 @@ class LayerSearchSettings:
         return {"rows": self.rows, "block_steps": self.block_steps, "context": self.context}
 
     def to_json(self) -> dict[str, Any]:
-        """For the record."""
+        """The settings for the record."""
         return asdict(self) | {"limits": dict(self.limits), "kinds": list(self.kinds)}
 
 

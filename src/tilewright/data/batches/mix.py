@@ -30,7 +30,8 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Picks:
-    """For each sample: its index, domain (index), epoch and row inside the domain. int64 arrays of one length."""
+    """The samples that are drawn: index, domain (index), epoch and row inside the domain of each. int64 arrays of one
+    length."""
 
     sample: np.ndarray
     domain: np.ndarray
@@ -212,7 +213,7 @@ class Mixture:
         self._shares.append(shares_of(stage.weights))
 
     def add_stage(self, start: int, weights: Mapping[str, float]) -> MixtureStage:
-        """From sample `start` on, a multiple of `BLOCK` not before the last stage, mix with `weights`.
+        """Mix with `weights` from sample `start` on, a multiple of `BLOCK` not before the last stage.
 
         A stage that would begin where the last one does replaces it.
         """

@@ -63,7 +63,8 @@ def pack(starts: np.ndarray, lengths: np.ndarray, row_length: int) -> Packing:
 
 
 def alone(starts: np.ndarray, lengths: np.ndarray, most: int) -> Packing:
-    """Each document in a row of its own, those with more than `most` positions in several, in their order.
+    """A packing with each document in a row of its own, those with more than `most` positions in several, in their
+    order.
 
     Example:
         >>> alone(np.array([0, 20]), np.array([7, 3]), 5).lengths_P.tolist()

@@ -246,7 +246,7 @@ class DocumentSteps:
         return {name: weight * rows[name] / tokens[name] if weight else weight for name, weight in weights.items()}
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
-        """Each micro-batch is [1, T], filled up with padding to one of a few lengths."""
+        """Build a step: each micro-batch is [1, T], filled up with padding to one of a few lengths."""
         picks, lengths_N = self._next(mixture, start, self.size)
         assignment = self.assign(lengths_N, self.room)
         check_assignment(assignment, lengths_N, self.room)

@@ -144,7 +144,7 @@ class Stream:
         return isinstance(self._cut, DocumentSteps)
 
     def assign_with(self, assign: Assign) -> None:
-        """From the next step on, `assign` says which micro-batch of which rank gets each document.
+        """Let `assign` say, from the next step on, which micro-batch of which rank gets each document.
 
         Call it on every rank after the same step, with functions that give the same. What was made ahead is thrown away
         and made again.
@@ -159,7 +159,7 @@ class Stream:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """In the mixture's order."""
+        """The names of the domains, in the mixture's order."""
         return self._mixture.domains
 
     @property

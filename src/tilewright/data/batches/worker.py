@@ -8,7 +8,7 @@ from tilewright.data.batches.steps import BuiltStep
 
 
 class StepWorker:
-    """See the module.
+    """Builds steps ahead in a thread, into a bounded queue.
 
     Args:
         build: makes the step whose first sample it is given.

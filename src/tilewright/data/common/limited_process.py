@@ -162,7 +162,7 @@ class LimitedProcess:
 
 
 class Kept:
-    """In the process: what it was told of by key, the newest ones.
+    """The newest subjects that the process was given, by key.
 
     Args:
         make: of what `LimitedProcess.call` was given.
@@ -186,7 +186,7 @@ class Kept:
 
 
 def serve(answer: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
-    """In the process: answer one request a line until the input ends."""
+    """Answer one request a line until the input ends. Called in the process."""
     warnings.simplefilter("ignore")
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     for line in sys.stdin.buffer:

@@ -70,7 +70,7 @@ class PreparedChat(PreparedData):
                 yield as_tensors(batch)
 
     def set_reference(self, logps: np.ndarray, beta: float) -> None:
-        """From now on batches of pairs carry what their loss needs; see `models.base.preference`.
+        """Let batches of pairs carry what their loss needs from now on; see `models.base.preference`.
 
         Args:
             logps: FP32 [pairs, 2], in the order of `all_pairs`.
@@ -99,7 +99,7 @@ class PreparedChat(PreparedData):
         return [as_tensors(batch) for batch in batches]
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:
-        """None: answers end in tokens that stand for no text."""
+        """Bytes of the text in evaluation batches: None, since answers end in tokens that stand for no text."""
         return None
 
     def preview(self) -> list[str]:

@@ -78,7 +78,7 @@ class PreparedImages:
         return
 
     def compressors(self, domain: str) -> dict[str, float]:
-        """None of images."""
+        """Losses of compressors: empty, since images have none."""
         return {}
 
     def _gather(self, images: np.ndarray) -> dict[str, np.ndarray]:

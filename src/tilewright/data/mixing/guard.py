@@ -17,7 +17,7 @@ _KEPT = 16  # evaluations whose training losses are kept
 
 
 class PplGuard:
-    """See the module.
+    """Gives a domain whose held-out loss rises more of the data, until it has recovered.
 
     Args:
         base: weights that ratios are of.

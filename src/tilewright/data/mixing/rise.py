@@ -67,7 +67,7 @@ class Rise:
         self._square += (difference * difference - self._square) / self._count
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON types, of one size at most."""
+        """The watch's state in JSON types, of one size at most."""
         return {"values": self._values, "fresh": self._fresh, "noise": [self._count, self._mean, self._square]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

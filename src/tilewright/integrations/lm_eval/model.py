@@ -90,7 +90,7 @@ class TilewrightLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness' cache of requests."""
+        """The tokenizer's name, for the harness' cache of requests."""
         return self._name.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

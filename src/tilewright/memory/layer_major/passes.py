@@ -82,7 +82,7 @@ class LayerMajor:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch]) -> bool:
-        """All micro-batches through all layers; whether the last outputs are finite.
+        """Run all micro-batches through all layers forward; returns whether the last outputs are finite.
 
         Args:
             batches: micro-batches on the device.
@@ -147,7 +147,7 @@ class LayerMajor:
         after_loss: Callable[[float], None] | None = None,
         last: bool = True,
     ) -> float:
-        """From the loss back to the prologue; the loss summed over all targets.
+        """Run all layers backward, from the loss to the prologue; returns the loss summed over all targets.
 
         Args:
             factor: the gradient is that of the summed loss times this.

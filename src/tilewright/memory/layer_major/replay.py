@@ -38,7 +38,7 @@ class RouterChoices:
         return self._made[self._given - 1]
 
     def rewind(self) -> "RouterChoices":
-        """From now on return, from the first one on."""
+        """Return the recorded choices from now on, from the first one on."""
         self._given = 0
         return self
 

@@ -41,7 +41,7 @@ class _Buffer:
     writing: Future[None] | None = None
 
     def wait(self) -> None:
-        """Until it is written; an error stays here, to be met by every later call."""
+        """Wait until the memory is written; an error stays here, to be met by every later call."""
         if self.writing is not None:
             self.writing.result()
             self.writing = None

@@ -196,8 +196,8 @@ class DiskActivations(_InStore):
 
 
 class CudaDiskActivations(DiskActivations):
-    """For a GPU: the thread moves bytes between the file and registered host memory, which two streams beside the
-    computation's copy from and to.
+    """A disk store for a GPU: the thread moves bytes between the file and registered host memory, which two streams
+    beside the computation's copy from and to.
 
     At most `MAX_UNDER_WAY` tensors are on their way to the file, and one on its way back, so there are as many host
     buffers, of the largest tensors.

@@ -52,7 +52,7 @@ class _Slice:
 
     @property
     def resident(self) -> bool:
-        """At home on the device."""
+        """True where the tensors are stored on the device."""
         return self.tier == "device"
 
     def enter(self, flat: Tensor) -> None:

@@ -119,7 +119,7 @@ class StagingBuffers:
             self.wait_for(slot.saving)
 
     def wait_for(self, future: Future[None] | None) -> None:
-        """Until it is done; its error is raised."""
+        """Wait until a transfer is done; its error is raised."""
         if future is None:
             return
         started = time.perf_counter()

@@ -87,7 +87,7 @@ class KeyValueCache(Protocol):
         ...
 
     def joined(self, rest: Sequence[Any], width: int) -> "KeyValueCache | None":
-        """This cache and others of the same model, each of one row, as one for passes of one token of each row.
+        """One cache of several, each of one row of the same model, for passes of one token of each row.
 
         Args:
             rest: the others.

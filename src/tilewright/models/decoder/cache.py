@@ -187,7 +187,7 @@ class DecoderCache:
         self.length += positions
 
     def joined(self, rest: Sequence["DecoderCache"], width: int) -> "JoinedCache":
-        """This cache and others, each of one row; see `protocols.KeyValueCache`."""
+        """One cache of several, each of one row; see `protocols.KeyValueCache`."""
         return JoinedCache((self, *rest), width)
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:

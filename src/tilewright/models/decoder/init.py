@@ -63,7 +63,7 @@ Rule = float | Callable[[Tensor], object]
 
 
 def initial_rules(model: Decoder) -> Iterator[tuple[str, Rule]]:
-    """For each parameter and buffer what its initial values are."""
+    """The rule for the initial values of each parameter and buffer."""
     std = model.config.init_std
     into_residual = std / (2 * model.config.num_layers) ** 0.5
     for name, module in model.named_modules():

@@ -185,7 +185,7 @@ class MoE(nn.Module):
     def run_experts(
         self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, token_N: Tensor | None = None
     ) -> Tensor:
-        """Each token's experts, weighted and summed. Not for compiled code: shapes depend on the data.
+        """Run each token's experts, and sum their weighted results. Not for compiled code: shapes depend on the data.
 
         Args:
             x_ND: tokens.

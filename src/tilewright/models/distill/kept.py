@@ -64,7 +64,7 @@ class Keeping(NamedTuple):
 
 
 def keeping(divergence: str) -> Keeping:
-    """For one of `DIVERGENCES`.
+    """The way to keep a teacher's rows for one of `DIVERGENCES`.
 
     Example:
         >>> [keeping(name).name for name in ("forward_kl", "reverse_kl", "jensen_shannon")]

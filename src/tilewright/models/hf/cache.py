@@ -67,7 +67,7 @@ class HFCache:
         return self._pieces()
 
     def joined(self, rest: Sequence["HFCache"], width: int) -> JoinedHFCache | None:
-        """This cache and others, each of one row; see `protocols.KeyValueCache`."""
+        """One cache of several, each of one row; see `protocols.KeyValueCache`."""
         return JoinedHFCache((self, *rest), width) if self._joins() else None
 
 

@@ -138,7 +138,7 @@ def init_hf(model: HFModel, seed: int) -> None:
 
 
 def weight_owners(net: nn.Module) -> dict[str, Any]:
-    """For each module the transformers model that knows how to draw its weights: the innermost one around it."""
+    """The transformers model that knows how to draw the weights of each module: the innermost one around it."""
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {}

@@ -43,7 +43,8 @@ class RowUse:
 
 @contextmanager
 def real_integers() -> Iterator[None]:
-    """For building a model: floating-point tensors have no bytes, whole numbers (position ids) and booleans have."""
+    """Inside, a model is built whose floating-point tensors have no bytes, while whole numbers (position ids) and
+    booleans have."""
     with torch.device("meta"), _RealIntegers():
         yield
 

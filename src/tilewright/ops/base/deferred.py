@@ -63,7 +63,7 @@ class WeightGradientQueue:
     """Address of a storage -> tensors held in it."""
 
     def owned_bytes(self) -> dict[str, int]:
-        """For `MemoryTracker.count_beside`: what waits counts as activations."""
+        """Bytes of what waits, as activations, for `MemoryTracker.count_beside`."""
         return {"activations": self.num_bytes}
 
     @contextmanager
@@ -145,7 +145,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing waits: for who takes a layer's gradient himself (`torch.autograd.grad`)."""
+        """Inside, nothing waits: for callers that take a layer's gradient themselves (`torch.autograd.grad`)."""
         self._paused += 1
         try:
             yield

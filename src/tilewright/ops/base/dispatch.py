@@ -56,7 +56,8 @@ class Knows:
         return lambda machine, case: rest(machine, case) if case.kind in self.kinds else f"knows {self.what}"
 
     def check(self, kind: str) -> None:
-        """For its `run`: an AssertionError in any other kind, where it would have to compute by another's code."""
+        """Check the kind of a call for its `run`: an AssertionError in any other kind, where it would have to compute
+        by another's code."""
         if kind not in self.kinds:
             raise AssertionError(f"called for {kind!r}, and knows {self.what}")
 

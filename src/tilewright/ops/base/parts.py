@@ -189,8 +189,8 @@ def holds_rows(tensor: Tensor) -> bool:
 
 
 def columns_cut(tensor: Tensor) -> int | None:
-    """In how many parts a matrix is along its columns, where each rank holds a block of rows and columns; None of any
-    other part. 1: whole rows."""
+    """The number of parts that a matrix is cut into along its columns, where each rank holds a block of rows and
+    columns; None of any other part. 1: whole rows."""
     if not isinstance(tensor, DTensor) or holds_rows(tensor):
         return 1
     cuts = _cuts(tensor.device_mesh, tensor.placements)

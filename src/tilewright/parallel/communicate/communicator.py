@@ -172,7 +172,7 @@ class AsyncCommunicator:
         )
 
     def async_reduce_scatter(self, part: Tensor, whole: Tensor, *, name: str = "") -> Handle:
-        """Each rank's part of the sum over the ranks.
+        """Begin a reduce-scatter: each rank gets its part of the sum over the ranks.
 
         Args:
             part: gets this rank's part, a flat tensor.

@@ -73,7 +73,7 @@ class RankRecord:
 
     @property
     def where(self) -> str:
-        """For a user."""
+        """The step and phase of the rank in words, for a user."""
         doing = f"{self.phase}, waiting" if self.waiting else self.phase
         return f"step {self.step}, {doing}" if self.step else doing
 
@@ -94,7 +94,7 @@ class RankRecord:
 
     @property
     def process(self) -> str:
-        """For a user."""
+        """The process of the rank in words, for a user."""
         return f"process {self.pid} on {self.host}"
 
 

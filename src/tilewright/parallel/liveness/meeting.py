@@ -117,7 +117,7 @@ def meet(ranks: Ranks, timeout_s: float) -> Meeting:
 
 
 def raise_where_unequal(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Each fact is the same on all ranks.
+    """Check that each fact is the same on all ranks.
 
     Args:
         facts: by rank; by what they are called in the error.

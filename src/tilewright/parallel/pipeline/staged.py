@@ -197,7 +197,7 @@ class Staged:
         return LossOutput(loss_sum, count.long(), dict(zip(names, told, strict=True)))
 
     def new_cache(self, rows: int, length: int) -> None:
-        """None: rows pass all ranks whole for each token."""
+        """No cache: rows pass all ranks whole for each token."""
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
         """The head's input [B, S, D], without gradients, on the rank with the last stage; None on the others. All

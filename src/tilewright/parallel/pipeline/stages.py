@@ -24,7 +24,7 @@ from tilewright.parallel.world import Group
 
 
 class Elsewhere(nn.Module):
-    """In the place of a part that another rank holds."""
+    """Stands in the place of a part that another rank holds."""
 
     def forward(self, *args: Any) -> Tensor:
         """Never called."""

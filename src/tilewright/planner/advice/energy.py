@@ -38,7 +38,7 @@ class PlannedEnergy:
 
     @property
     def assumed(self) -> str:
-        """In words.
+        """The assumption in words.
 
         Example:
             >>> PlannedEnergy(65.0, 1, False, 90.0).assumed
@@ -51,11 +51,11 @@ class PlannedEnergy:
 
     @property
     def words(self) -> str:
-        """In a line, with the assumption."""
+        """The energy and its assumption in a line."""
         return f"{'at most ' if self.boards else ''}{format_kwh(self.joules)}: {self.assumed}"
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON types."""
+        """The energy in JSON types."""
         told = {"kwh": self.joules / J_PER_KWH, "watts": self.watts, "assumed": self.assumed}
         return told | {"boards" if self.boards else "machines": self.units}
 

@@ -363,12 +363,12 @@ class LayerParts:
         return self.found.moved(self.rows) / rate
 
     def quantize_s(self, which: Literal["forward", "backward"]) -> float:
-        """To make 8-bit operands of one micro-batch, and to decode them."""
+        """Seconds to make 8-bit operands of one micro-batch, and to decode them."""
         return getattr(self.found.coding, which)(self.rows) / self.rates.bandwidth
 
     def calls_s(self) -> float:
-        """To enter compiled pieces, or to call operations of layers that are not ours, in one micro-batch, forward and
-        backward. Embedding and head are none."""
+        """Seconds to enter compiled pieces, or to call operations of layers that are not ours, in one micro-batch,
+        forward and backward. Embedding and head are none."""
         if self.found.operations:
             return CALL_SHARE * self.found.operations * self.rates.call_s(self.shape.matmul_format)
         if not self.shape.compiled or not self.found.matmuls:

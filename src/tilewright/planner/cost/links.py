@@ -132,7 +132,7 @@ def known(machine: Machine, folder: str | Path, cache_dir: str | Path | None = N
 
 
 def as_links(host: LinkSpeed | None, disk: LinkSpeed | None, ranks: RankSpeed | None = None) -> Links:
-    """For a plan: the slower direction of the host's link, both of the disk's, and what is between ranks."""
+    """The links of a plan: the slower direction of the host's link, both of the disk's, and the link between ranks."""
     return Links(
         host=None if host is None else min(host.read, host.write),
         disk=None if disk is None else disk.read,

@@ -94,7 +94,7 @@ class Shards:
 
     @property
     def processes(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.ranks * self.tp
 
     @property

@@ -35,8 +35,8 @@ LOSSES = 2.5
 
 
 def held_bytes(shape: ModelShape, tokens: int, at_once: int) -> float:
-    """On the device all the time: the weights, what it hands on of so many tokens of a step, and what losses of hidden
-    values keep of a micro-batch of `at_once` tokens."""
+    """Bytes of a teacher that are on the device all the time: the weights, what it hands on of so many tokens of a
+    step, and what losses of hidden values keep of a micro-batch of `at_once` tokens."""
     teacher = shape.teacher
     if teacher is None:
         return 0.0

@@ -54,7 +54,7 @@ _OF_GPU = {
 
 
 def links_of(gpu: str) -> tuple[LinkSpec, LinkSpec]:
-    """Inside a node and out of it, as machines with this GPU are sold.
+    """The links inside a node and out of it, as machines with this GPU are sold.
 
     Example:
         >>> [one.name for one in links_of("h100")]

@@ -130,7 +130,7 @@ class LayerClass:
         return len(self.indices)
 
     def covering(self, other: "LayerClass") -> "LayerClass":
-        """With the bytes of another precision mode where that takes more."""
+        """This class with the bytes of another precision mode where that takes more."""
         lines = {name: getattr(self, name).covering(getattr(other, name)) for name in _BYTES}
         return replace(self, **lines, mask=max(self.mask, other.mask), buffers=max(self.buffers, other.buffers))
 
@@ -222,7 +222,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters."""
+        """The number of all parameters."""
         return self.weights.count
 
     @property
@@ -248,7 +248,7 @@ class ModelShape:
         )
 
     def covering(self, other: "ModelShape") -> "ModelShape":
-        """With the bytes of another precision mode where that takes more; seconds stay."""
+        """This shape with the bytes of another precision mode where that takes more; seconds stay."""
         return replace(
             self,
             classes=tuple(mine.covering(theirs) for mine, theirs in zip(self.classes, other.classes, strict=True)),
@@ -264,7 +264,7 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """All layers."""
+        """The number of all layers."""
         return sum(found.count for found in self.classes)
 
     @property

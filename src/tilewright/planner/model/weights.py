@@ -123,7 +123,7 @@ class TensorKind(NamedTuple):
     """Ranks send its parts as codes of one byte, with a scale per 128x128 (`parallel.param_gather`)."""
 
     def on_rank(self, shards: int) -> tuple[int, int]:
-        """In how many parts one is, and of how many ranks this one holds its share."""
+        """The number of parts that a tensor is in, and the number of ranks of which this one holds their share."""
         ranks = shards * self.times
         spread = self.spread if ranks % self.spread == 0 else 1
         return ranks // spread, spread

@@ -77,7 +77,7 @@ class SimulatedCase:
 
     @property
     def row_of_speeds(self) -> tuple[tuple[float, ...], ...]:
-        """By row and rank of it."""
+        """The speed of each rank, by row."""
         return by_rank(self.speeds or (1.0,) * (self.rows * self.pipeline.pp), self.rows)
 
     @property
@@ -86,7 +86,7 @@ class SimulatedCase:
         return len(set(self.speeds)) <= 1
 
     def splits(self) -> list[tuple[float, ...]]:
-        """By row: layers of each stage, in parts of what a rank has of an even split.
+        """Layers of each stage by row, as shares of what a rank has of an even split.
 
         Raises:
             ConfigError: fewer layers than stages.

@@ -92,7 +92,7 @@ class PassCosts:
         return self.work[row][one.microbatch] * self.shares[row][one.stage]
 
     def even_rows(self) -> "PassCosts":
-        """All micro-batches of a row cost the mean of the row."""
+        """These costs with all micro-batches of a row at the mean of the row."""
         return replace(self, work=tuple((math.fsum(row) / len(row),) * len(row) for row in self.work))
 
     def equal_rows(self, rank_of: Sequence[int]) -> "PassCosts":
@@ -179,7 +179,7 @@ class StepCosts:
         return len(self.passes.work)
 
     def world_rank(self, row: int, rank: int) -> int:
-        """In the mesh."""
+        """The number of a rank of a row in the world."""
         return rank * self.num_rows + row
 
 

@@ -32,23 +32,23 @@ class SlotTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """By row, rank of it, and slot."""
+    """The times of all slots, by row, rank of it, and slot."""
 
     table: ScheduleTable
     rows: tuple[tuple[tuple[SlotTimes, ...], ...], ...]
 
     @cached_property
     def passes_s(self) -> float:
-        """Until the last pass is over."""
+        """Seconds until the last pass is over."""
         return max(ranks[-1].end_s for row in self.rows for ranks in row)
 
     def ends_s(self, rank: int) -> list[float]:
-        """When this rank of each row has done its last slot."""
+        """Seconds until this rank of each row has done its last slot."""
         return [row[rank][-1].end_s for row in self.rows]
 
 
 def simulate(table: ScheduleTable, costs: StepCosts) -> Timeline:
-    """When every slot of every row begins and ends.
+    """Simulate the slots of every row: when each begins and ends.
 
     Args:
         table: of a row; all rows have the same.

@@ -49,7 +49,7 @@ class Rung:
         return {cause: statistics.fmean(one[cause] for one in found) for cause in CAUSES}
 
     def to_json(self) -> dict[str, object]:
-        """For a result: numbers of all steps."""
+        """Numbers of all steps, for a result file."""
         if self.why_not:
             return {"name": self.name, "why_not": self.why_not}
         return {

@@ -75,8 +75,8 @@ class SimulatedStep:
 
     @cached_property
     def exposed_s(self) -> list[float]:
-        """By rank of the world: seconds in which a rank could not work since a message was on its way to it, and in
-        which its gradients were summed."""
+        """Seconds in which a rank could not work since a message was on its way to it, and in which its gradients were
+        summed, by rank of the world."""
         found = [0.0] * self.num_ranks
         for row, ranks in enumerate(self.timeline.rows):
             for rank, slots in enumerate(ranks):

@@ -67,7 +67,7 @@ class ScheduleTable:
 
     @staticmethod
     def parse(rows: Iterable[str], where: str = "") -> "ScheduleTable":
-        """From one line of text per rank, slots separated by commas, passes of a slot by semicolons.
+        """A table from one line of text per rank, slots separated by commas, passes of a slot by semicolons.
 
         Empty slots, and torch's entries for communication, are left out: what a pass needs decides when it begins.
 
@@ -90,7 +90,7 @@ class ScheduleTable:
 
     @property
     def num_ranks(self) -> int:
-        """In the row."""
+        """The number of ranks in the row."""
         return len(self.rows)
 
     @property

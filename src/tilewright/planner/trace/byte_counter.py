@@ -158,7 +158,7 @@ class MatmulCounter(TorchDispatchMode):
         self.gemms[kind] = (calls + self.times, before + flops)
 
     def begin_repeated(self, times: int) -> None:
-        """See the function of this name."""
+        """Begin operations that count several times; see the function of this name."""
         self.end_repeated()
         self.times = times
 
@@ -166,7 +166,7 @@ class MatmulCounter(TorchDispatchMode):
         """Count bytes that an operation would move, and of these those in a new storage."""
 
     def end_repeated(self) -> None:
-        """See the function of this name."""
+        """End operations that count several times; see the function of this name."""
         self.times = 1
 
 

@@ -255,7 +255,7 @@ def check_rules_kept(policy: Policy, decided: Decided) -> None:
 
 
 def check_no_fallbacks(report: ConversionReport, decided: Decided) -> None:
-    """For a strict policy: nothing may be emulated or run in another format.
+    """Check a strict policy: nothing may be emulated or run in another format.
 
     Raises:
         HardwareError: all that would be, at once, the parts with the most work first.

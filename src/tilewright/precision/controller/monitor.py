@@ -239,7 +239,8 @@ def all_reduce_worst(
     *,
     group: dist.ProcessGroup | None,
 ) -> QuantStats:
-    """The worse of each number over the ranks of a group, so that all of them decide alike: one all-reduce.
+    """Evidence of matmuls over the ranks of a group, the worse of each number, so that all of them decide alike: one
+    all-reduce.
 
     Args:
         evidence: of this rank.

@@ -214,7 +214,8 @@ class PrecisionController:
         return str(spike), f"{still}, also in wider formats"
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """For loops that cannot compute a step again: why its gradients must not be used; None where they may.
+        """The reason why the gradients of a step must not be used, for loops that cannot compute a step again; None
+        where they may.
 
         A step that is out of line makes the next sample a search for what to move: see `Controller.suspect`.
         """

@@ -122,7 +122,7 @@ class Audit:
         }
 
     def check_no_fallbacks(self) -> None:
-        """For strict runs.
+        """Check that no matmul fell back to another format, for strict runs.
 
         Raises:
             HardwareError: something ran in another way than the policy says; all such matmuls, by reason.

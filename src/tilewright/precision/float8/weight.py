@@ -43,7 +43,8 @@ class ExpertLoop:
         return x_PK.split(self.counts)
 
     def unbind(self, stack: Tensor) -> Sequence[Tensor]:
-        """Each expert's part of a stack [E, ...]. Not stack[e]: each such view writes a gradient of the whole."""
+        """The parts of a stack [E, ...], one per expert. Not stack[e]: each such view writes a gradient of the
+        whole."""
         return stack.unbind()
 
     def each(self, of: Callable[[int], T]) -> list[T]:

@@ -151,7 +151,7 @@ class Gemms:
 
     @classmethod
     def of(cls, fprop: str, dgrad: str, wgrad: str) -> "Gemms":
-        """By their names in rules."""
+        """Formats of the three matmuls by their names in rules."""
         return cls(*map(named_format, (fprop, dgrad, wgrad)))
 
     @classmethod
@@ -209,7 +209,7 @@ class Gemms:
         return self.fprop == self.dgrad == self.wgrad
 
     def changed(self, changes: dict[str, str]) -> "Gemms":
-        """With some formats replaced, by names of matmuls and formats."""
+        """These formats with some replaced, by names of matmuls and formats."""
         return replace(self, **{gemm: named_format(name) for gemm, name in changes.items()})
 
 

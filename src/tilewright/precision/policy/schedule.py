@@ -101,7 +101,7 @@ class FormatSchedule:
         return self.end is None and not any(self.begin)
 
     def floors(self, step: int) -> Mapping[str, int]:
-        """By matmul: 0 where 8 bits are allowed in this step, 1 where the least format is BF16."""
+        """The least format of each matmul in a step: 0 where 8 bits are allowed, 1 where it is BF16."""
         floors = {gemm: int(step < begin) for gemm, begin in zip(("fprop", "wgrad", "dgrad"), self.begin, strict=True)}
         if self.end is not None and step >= self.end:
             floors |= {"fprop": 1} if self.after == "fprop" else dict.fromkeys(floors, 1)

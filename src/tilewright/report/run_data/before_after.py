@@ -102,7 +102,8 @@ class ShownSample:
 
 
 def changes(run: RunData) -> list[DomainChange]:
-    """By domain; empty for a run that did not begin with an evaluation, or has no later one."""
+    """Changes of the held-out loss by domain; empty for a run that did not begin with an evaluation, or has no later
+    one."""
     return [
         DomainChange(domain, points[0][1], points[-1][1], table == "eval")
         for table in ("eval", "eval_other")

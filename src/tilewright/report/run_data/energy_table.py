@@ -28,7 +28,7 @@ class EnergyView:
 
 
 def energy_view(run: RunData) -> EnergyView | None:
-    """None of a run that did not measure."""
+    """The table of energy; None of a run that did not measure."""
     record = run.energy
     return None if record is None else EnergyView(in_words(record), _phases(record), _parts(record), _notes(record))
 

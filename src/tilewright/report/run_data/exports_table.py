@@ -43,7 +43,7 @@ class Exports:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], run: Path) -> "Exports":
-        """From exports.json as read."""
+        """The table of exports, from exports.json as read."""
         return cls(conditions(record), COLUMNS, table_rows(record), remarks(record, run))
 
     @staticmethod

@@ -42,7 +42,7 @@ class TrafficView:
 
 
 def traffic_view(run: RunData) -> TrafficView | None:
-    """None of a run of one process, and of one that did not count."""
+    """The table of exchanged bytes; None of a run of one process, and of one that did not count."""
     steps = [row for row in run.steps if number(row.get("sent_bytes"))]
     if not steps:
         return None

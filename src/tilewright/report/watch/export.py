@@ -36,7 +36,7 @@ def export_report(folder: Path) -> bytes:
 
 
 def main() -> None:
-    """In the child: the page of the folder on the command line, on standard output."""
+    """Write the page of the folder on the command line to standard output. Called in the child process."""
     from tilewright.report.page import render
     from tilewright.report.run_data.collect import collect
 

@@ -38,7 +38,7 @@ class ViewQuery:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> "ViewQuery":
-        """From the fields of an address.
+        """A request from the fields of an address.
 
         Raises:
             BadQuery: a field is not what it must be.

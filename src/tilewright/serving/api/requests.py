@@ -186,7 +186,7 @@ class TextRequest(ApiRequest):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """Each of them."""
+        """The prompts, one by one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

@@ -18,7 +18,7 @@ from tilewright.training.hooks.base import Step, StepHook
 
 
 class FarHook(StepHook):
-    """See the module.
+    """Leaves a source that is away out on all ranks, and takes it in again when it answers.
 
     Args:
         prepared: reads shards.

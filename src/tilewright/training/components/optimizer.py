@@ -17,7 +17,7 @@ from tilewright.optim.param_groups import decay_groups, muon_groups
 def make_optimizer(
     section: OptimSection, model: nn.Module, kernels: Kernels, seed: int, numbers: Mapping[str, int] | None = None
 ) -> DeepSeekAdam:
-    """Over all trainable parameters of a model.
+    """Make the optimizer of all trainable parameters of a model.
 
     Args:
         section: the recipe's `[optim]`.

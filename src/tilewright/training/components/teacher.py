@@ -227,7 +227,7 @@ class Teacher(StepHook):
         return {"teacher_rows": told}
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The teacher's state for a checkpoint."""
         return {"weights": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

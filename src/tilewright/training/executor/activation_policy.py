@@ -114,7 +114,7 @@ class ActivationPolicy:
         return replace(self._asked, layers=layers)
 
     def apply(self, memory_plan: MemoryPlan) -> None:
-        """From the next step on, keep this. Between steps only.
+        """Keep the activations of this plan from the next step on. Between steps only. Between steps only.
 
         Raises:
             ConfigError: it cannot be done by this executor, or not while the run continues; nothing has changed then.

@@ -67,7 +67,8 @@ class StateBefore:
         self._snapshot = Snapshot(slots, device)
 
     def forget_pass(self, *parts: Stateful) -> None:
-        """For a step that is skipped: what forward and backward left in the model is as it was, and in these parts.
+        """Forget the pass of a step that is skipped: what forward and backward left in the model is as it was, and in
+        these parts.
 
         Generators stay where they are, as data does: the next step draws other numbers.
         """
@@ -77,7 +78,7 @@ class StateBefore:
                 part.load_state_dict(state)
 
     def restore(self) -> None:
-        """For a step that is taken back, and computed again."""
+        """Put the state back for a step that is computed again."""
         self._snapshot.restore()
         for part, state in self._parts:
             part.load_state_dict(state)

@@ -73,8 +73,8 @@ class StepHook(Protocol):
         """
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """For the row of metrics of a step with a line: numbers, or mappings of them. Called on all ranks, before the
-        row is written."""
+        """Numbers for the row of metrics of a step with a line: numbers, or mappings of them. Called on all ranks,
+        before the row is written."""
         return {}
 
     def phase(self, name: str) -> None:

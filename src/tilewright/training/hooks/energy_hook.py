@@ -148,7 +148,7 @@ class RunEnergy:
             tell(step, "energy", in_words(table))
 
     def said(self) -> str:
-        """In a line, at the start of a run."""
+        """The counters in a line, at the start of a run."""
         reasons = "; ".join(self._reasons)
         if self.state == MEASURED:
             parts = ", ".join(f"{part.covers} ({part.how})" for part in self.meter.parts)

@@ -21,7 +21,7 @@ HeldOutLosses = Callable[[int], Mapping[str, float]]
 
 
 class MixingHook(StepHook):
-    """See the module.
+    """Gives held-out and training losses by domain to the policy at each interval, and its weights to the stream.
 
     Args:
         mixer: decides.

@@ -47,7 +47,7 @@ class LoneWatch:
 
     @contextmanager
     def running(self) -> Iterator["LoneWatch"]:
-        """From before the data is prepared to the end of the run."""
+        """Inside, the ranks are watched: from before the data is prepared to the end of the run."""
         yield self
 
     @contextmanager

@@ -68,7 +68,7 @@ class TaskScore:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "TaskScore":
-        """From a row of the file.
+        """A score from a row of the file.
 
         Raises:
             KeyError, TypeError: it is no such row.

@@ -78,7 +78,8 @@ class Way:
 
 
 def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, quiet: bool) -> Iterator[Way]:
-    """Each way, planned; it takes seconds, for a large model of transformers' code some ten of them.
+    """The ways to fine-tune a model, each planned; it takes seconds, for a large model of transformers' code some ten
+    of them.
 
     Args:
         model: a folder, or a hub's name, whose configuration is on this machine.

@@ -41,7 +41,7 @@ class CardPlan:
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON types."""
+        """The plan in JSON types."""
         if self.plan is None:
             return {"on": self.name, "state": self.state, "reason": self.reason}
         numbers = {"step_s": self.plan.step_s, "seconds": self.seconds, "kwh": self.joules / J_PER_KWH}

@@ -67,7 +67,7 @@ class HeldChoices:
             self._hold_foreign(name, modules[name])
 
     def shares(self) -> dict[str, tuple[int, int]]:
-        """By router: choices that this side would have made otherwise, and choices."""
+        """For each router the choices that this side would have made otherwise, and all choices."""
         return {name: (self._changed[name], made) for name, made in self._made.items()}
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:

@@ -44,7 +44,7 @@ class RemoteDataset:
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:
-        """With the dataset's own name as their domain where it has one."""
+        """The shards, with the dataset's own name as their domain where it has one."""
         return tuple(replace(one, domain=self.name or one.domain) for one in self.index.shards)
 
 
@@ -163,7 +163,7 @@ def bring(folder: Path, datasets: Sequence[RemoteDataset], *, progress: Progress
 
 
 def joined_index(datasets: Sequence[RemoteDataset]) -> ShardIndex:
-    """All shards, those of a domain behind each other, the domains by name."""
+    """One index of the shards of several datasets, those of a domain behind each other, the domains by name."""
     shards = sorted((shard for one in datasets for shard in one.shards), key=lambda shard: shard.domain)
     return ShardIndex(datasets[0].index.dtype, any(one.index.marked for one in datasets), tuple(shards))
 

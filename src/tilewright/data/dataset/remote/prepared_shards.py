@@ -40,7 +40,7 @@ class Streaming:
 
 
 class PreparedShards(PreparedData):
-    """See the module, and `PreparedData`.
+    """Prepared text whose training tokens stay at an address; see `PreparedData`.
 
     Args:
         corpus: entry with what was brought of the datasets.
@@ -97,7 +97,8 @@ class PreparedShards(PreparedData):
 
     @property
     def rows_per_call(self) -> int:
-        """Each step is read when it is made: what cannot be read is blank for as few steps as can be."""
+        """Rows of one reading call: those of one step, so that what cannot be read is blank for as few steps as can
+        be."""
         return 1
 
     @property

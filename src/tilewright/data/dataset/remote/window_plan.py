@@ -22,7 +22,7 @@ Window = tuple[int, int, int]
 
 
 class WindowPlan:
-    """See the module.
+    """Decides which shards are wanted next, in the order of a mixture and within a budget of bytes.
 
     Args:
         sizes: bytes of each shard.

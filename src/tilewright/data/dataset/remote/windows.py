@@ -32,7 +32,7 @@ class EpochOrder:
 
 
 class WindowedOrder:
-    """See the module.
+    """The order of rows in windows of shards.
 
     Args:
         shard_rows: rows of each shard, by domain, in the order of the domain's rows.

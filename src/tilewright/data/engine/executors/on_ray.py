@@ -199,7 +199,8 @@ def _paths(context: Context) -> list[str]:
 
 
 def look(marker: str, paths: Sequence[str]) -> dict[str, Any]:
-    """On a node: its version of tilewright, what it reads in the file `marker`, and which `paths` it does not see."""
+    """Look around on a node: its version of tilewright, what it reads in the file `marker`, and which `paths` it does
+    not see."""
     file = Path(marker)
     missing = [path for path in paths if not Path(path).exists()]
     return {"version": __version__, "token": file.read_text() if file.is_file() else "", "missing": missing}

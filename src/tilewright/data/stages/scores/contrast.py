@@ -47,7 +47,7 @@ def contrasts(models: Sequence[NgramModel], texts: Sequence[bytes]) -> np.ndarra
 def train_contrast(
     clean: Sequence[Piece], noisy: Sequence[Piece], noise: NoiseSection | SimpleNamespace
 ) -> tuple[list[NgramModel], dict[str, Any]]:
-    """Both models, and the contrasts of what they have not seen.
+    """Train the models of clean and noisy text; returns both, and the contrasts of text that they have not seen.
 
     Args:
         clean: clean text.

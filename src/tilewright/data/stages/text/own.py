@@ -149,7 +149,7 @@ class _TextLoader(SourceFileLoader):
     """Reads no compiled file beside the text: Python knows their texts by size and second."""
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        """None are known, so importlib compiles."""
+        """The times of a file: none are known, so importlib compiles it."""
         raise OSError(f"{path} is compiled each time")
 
 

@@ -56,7 +56,7 @@ class TensorRanks:
 
     @property
     def rank(self) -> int:
-        """This one's number among them."""
+        """This rank's number among those that hold parts of the same matrices."""
         return self.group.rank
 
     @property

@@ -320,7 +320,7 @@ class _OneSpread:
         return self._last[1]
 
     def forget(self, *_: Any) -> None:
-        """At the end of what is around the layers."""
+        """Forget what was spread, at the end of what is around the layers."""
         self._last = None
 
 

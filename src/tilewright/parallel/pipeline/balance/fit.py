@@ -84,7 +84,7 @@ class CostFit:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON types."""
+        """The fit's state in JSON types."""
         return {
             "steps": self.steps, "speeds": list(self.speeds), "model": self.model.to_json(),
             "products": self._products.tolist(), "sums": self._sums.tolist(),

@@ -32,7 +32,7 @@ class StageKind:
     last: bool = False
 
     def work(self, size: MicroBatchSize) -> StageWork:
-        """On a micro-batch."""
+        """The work of the stage on a micro-batch."""
         return StageWork(self.layers, size.tokens, size.pairs, self.first, self.last)
 
 
@@ -52,7 +52,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """By rank, among all."""
+    """The measured passes of a step, by rank, among all."""
 
     ranks: Sequence[RankStep]
 

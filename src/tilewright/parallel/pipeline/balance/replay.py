@@ -55,7 +55,7 @@ def busy_s(row: Row) -> float:
 
 
 def span_s(row: Row) -> float:
-    """From the begin of the first pass to the end of the last one.
+    """Seconds from the begin of the first pass to the end of the last one.
 
     Example:
         >>> span_s([[Pass("forward", 0, 0, 1.0, 2.0)], [Pass("forward", 1, 0, 3.5, 1.0)]])

@@ -65,7 +65,8 @@ class MeshFinder:
     """Of the model, where another finder has them."""
 
     def with_rates(self, model: MeshModel | None = None) -> "MeshFinder":
-        """With the model's costs, which searches share. `model`: on this machine, where another finder has it."""
+        """This finder with the model's costs, which searches share. `model`: on this machine, where another finder has
+        it."""
         model = model or MeshModel(self.recipe, self.vocab_size, self.machine, self.ceilings)
         return replace(self, rates=MeshRates(model, self.cluster))
 

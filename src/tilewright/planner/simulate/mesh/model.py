@@ -67,7 +67,7 @@ class PassSeconds(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Until both gradients are there."""
+        """Seconds until both gradients are there."""
         return self.recompute + self.dgrad + self.wgrad
 
     @property
@@ -132,7 +132,7 @@ class MeshModel:
 
     @cached_property
     def whole(self) -> ModelShape:
-        """On one rank, weights in FP32."""
+        """The shape of the whole model on one rank, weights in FP32."""
         return self.shape(ShapeKey("fp32"))
 
     def _key(self, master: str, sizes: MeshSizes) -> ShapeKey:

@@ -43,7 +43,7 @@ class RankMemory:
     """By phase and owner, as a plan has them."""
 
     def with_flight(self, extra: "Extra", flight: InFlight) -> "RankMemory":
-        """With what a schedule has in flight."""
+        """This memory with what a schedule has in flight."""
         more = (flight.micro_batches - 1) * extra.kept + flight.waiting * extra.waiting
         found = {
             name: {**owners, "activations": owners["activations"] + more, "work": owners["work"] + extra.received}

@@ -286,7 +286,8 @@ class MeshSearch:
 
 
 def flights_of(setting: MeshSetting) -> list[InFlight]:
-    """By rank of a row, from the formulas of schedules: at least what their tables have."""
+    """Micro-batches in flight on each rank of a row, from the formulas of schedules: at least what their tables
+    have."""
     p, m, pipeline = setting.pipeline.pp, setting.count, setting.pipeline
     if pipeline.schedule == "1f1b":
         return [InFlight(float(in_flight_of_1f1b(p, m, rank))) for rank in range(p)]
@@ -296,7 +297,7 @@ def flights_of(setting: MeshSetting) -> list[InFlight]:
 
 
 def in_flight_of(step: SimulatedStep) -> tuple[InFlight, ...]:
-    """By rank of a row, from the table."""
+    """Micro-batches in flight on each rank of a row, from the table."""
     costs, found = step.costs.passes, []
     for rank, row in enumerate(step.table.rows):
         mine = sum(costs.shares[0][stage] for stage, of in enumerate(step.table.rank_of) if of == rank)

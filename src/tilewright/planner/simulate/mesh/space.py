@@ -51,7 +51,7 @@ class Space:
 
     @staticmethod
     def of(model: MeshModel, world: int, gpus: int) -> "Space":
-        """For a model and its recipe's batch."""
+        """The space of settings for a model and its recipe's batch."""
         recipe, layers = model.recipe, model.whole.num_layers
         batch, wire = recipe.train.global_batch_size, recipe.parallel.grad_sync
         return Space(world, gpus, layers, *_cut(model.decoder), model.experts, batch, wire)

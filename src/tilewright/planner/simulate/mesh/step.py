@@ -218,7 +218,7 @@ class MeshCosts:
 
     @cached_property
     def held(self) -> tuple[StageLayers, ...]:
-        """By rank of a row."""
+        """The layers that each rank of a row holds."""
         return self.rates.held(self.setting.pipeline)[1]
 
     @cached_property
