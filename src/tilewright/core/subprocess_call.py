@@ -62,7 +62,7 @@ class ModuleWorker:
         self._child: subprocess.Popen[str] | None = None
 
     def call(self, **arguments: object) -> Any:
-        """See `call_module`."""
+        """Call a function in the process: see `call_module`."""
         if self._child is None:
             self._child = _started(self._module, arguments, stays=True)
             weakref.finalize(self, _end, self._child)

@@ -123,7 +123,7 @@ class _EnergyCounter:
         self.part = MeteredPart(name, f"{name}: the GPU's board with its memory", "NVML's energy counter", board=True)
 
     def read(self, now: float) -> float:
-        """See `Counter.read`."""
+        """Read the counter: see `Counter.read`."""
         millijoules = ctypes.c_ulonglong()
         code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(millijoules))
         if code != 0:
@@ -148,7 +148,7 @@ class _PowerCounter:
         self.part = MeteredPart(self.name, covers, "NVML's power, sampled", sampled=True, board=True)
 
     def read(self, now: float) -> float:
-        """See `Counter.read`."""
+        """Read the counter: see `Counter.read`."""
         milliwatts = ctypes.c_uint()
         code = self.library.nvmlDeviceGetPowerUsage(self.handle, ctypes.byref(milliwatts))
         if code != 0:

@@ -39,7 +39,7 @@ class FileCounter:
     wraps_at: float | None = None
 
     def read(self, now: float) -> float:
-        """See `Counter.read`."""
+        """Read the counter: see `Counter.read`."""
         text = self.path.read_text(encoding="ascii", errors="replace")
         try:
             return int(text) * _MICRO
@@ -57,7 +57,7 @@ class PerfCounter:
     wraps_at: float | None = field(default=None, init=False)
 
     def read(self, now: float) -> float:
-        """See `Counter.read`."""
+        """Read the counter: see `Counter.read`."""
         held = os.read(self.file, 8)
         if len(held) != 8:
             raise OSError("perf gives no count")

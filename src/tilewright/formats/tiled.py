@@ -69,7 +69,7 @@ class OperandFormat:
         return self.element in (E4M3, E5M2) and self.scale.dtype == torch.float32 and self.scale.rule != "floor"
 
     def relaxed(self, *, power_of_two: bool) -> "OperandFormat":
-        """See `ScaleSpec.relaxed`."""
+        """This format; unless `power_of_two`, with exact scales in place of powers of two; see `ScaleSpec.relaxed`."""
         return OperandFormat(self.element, self.scale.relaxed(power_of_two=power_of_two))
 
     def bytes_of(self, shape: tuple[int, int]) -> int:

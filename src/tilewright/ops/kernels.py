@@ -140,7 +140,8 @@ class Kernels:
     def linear(
         self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, queue: WeightGradientQueue | None = None
     ) -> Tensor:
-        """See `ops.linear`. With a `queue` the weight's gradient waits where that takes it (`ops.base.deferred`)."""
+        """A linear layer: see `ops.linear`. With a `queue` the weight's gradient waits where that takes it
+        (`ops.base.deferred`)."""
         run = self._find("linear", x.device.type, x.dtype)
         if queue is None:
             return run(x, weight_MK, bias_M)
@@ -153,7 +154,7 @@ class Kernels:
         return choice is not None and choice.candidate.name == "native"
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """See `ops.norm`."""
+        """RMS norm: see `ops.norm`."""
         return self._find("rms_norm", x.device.type, x.dtype)(x, weight_D, eps)
 
     def attention(
@@ -167,7 +168,7 @@ class Kernels:
         block: int | None = None,
         window: int = 0,
     ) -> Tensor:
-        """See `ops.attention`. `block`: query rows at a time, 0 for all, None for `attention_block`."""
+        """Attention: see `ops.attention`. `block`: query rows at a time, 0 for all, None for `attention_block`."""
         rows = self.attention_block if block is None else block
         if window < 0:
             raise ValueError(f"a window has at least 1 position, or is 0 for all before, not {window}")
@@ -213,7 +214,7 @@ class Kernels:
         *,
         segments: Segments = None,
     ) -> Tensor:
-        """See `ops.attention`."""
+        """Linear attention: see `ops.attention`."""
         run = self._find("linear_attention", q_BHSD.device.type, q_BHSD.dtype)
         return run(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_of(segments))
 
@@ -243,7 +244,8 @@ class Kernels:
         *,
         classes: ClassSlice | None = None,
     ) -> TokenLosses:
-        """See `ops.loss`. With a `queue` as `linear`, but for the reference; with `classes` of some of them."""
+        """The loss of the output matrix: see `ops.loss`. With a `queue` as `linear`, but for the reference; with
+        `classes` of some of them."""
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
         if classes is not None:
             return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes, queue, classes)
@@ -254,11 +256,11 @@ class Kernels:
         return self._find("master_adam" if masters else "adam", device_type, dtype)
 
     def low_bit_adam(self, tensors: LowBitTensors, hyper: AdamHyper) -> None:
-        """See `ops.adam`."""
+        """AdamW with moments in 8 bits: see `ops.adam`."""
         self._find("low_bit_adam", tensors.target.device.type, tensors.target.dtype)(tensors, hyper)
 
     def follow_writes(self, master: Tensor, weight: Tensor) -> None:
-        """See `ops.adam`."""
+        """Give FP32 masters the values that others wrote to their 16-bit weights: see `ops.adam`."""
         self._find("follow_writes", weight.device.type, weight.dtype)(master, weight)
 
     def newton_schulz(self, device_type: str) -> Callable[..., Tensor]:
@@ -274,28 +276,28 @@ class Kernels:
         return ref.rope(x_BSHD, cos_BSD, sin_BSD)
 
     def quantize(self, x_MK: Tensor, form: OperandFormat, *, noise: Tensor | None = None) -> TiledTensor:
-        """See `ops.quantize`."""
+        """Quantise a matrix: see `ops.quantize`."""
         kind = quantize_kind(form, noise)
         return self._find("quantize", x_MK.device.type, x_MK.dtype, kind)(x_MK, form, noise)
 
     def quantize_both(self, x_MK: Tensor, form: OperandFormat) -> tuple[TiledTensor, TiledTensor]:
-        """See `ops.quantize`."""
+        """Quantise a matrix by rows and by columns: see `ops.quantize`."""
         return self._find("quantize_both", x_MK.device.type, x_MK.dtype, quantize_kind(form))(x_MK, form)
 
     def tile_gemm(
         self, a: TiledTensor, b: TiledTensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype
     ) -> Tensor:
-        """See `ops.gemm`."""
+        """Multiply two quantised matrices: see `ops.gemm`."""
         return self._find("tile_gemm", a.qdata.device.type, out_dtype, kind_of(a, b))(a, b, bias_N, out_dtype)
 
     def rms_norm_quantize(
         self, x: Tensor, weight_D: Tensor, eps: float, form: OperandFormat
     ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """See `ops.quantize`."""
+        """RMS norm, with its result quantised: see `ops.quantize`."""
         return self._find("rms_norm_quantize", x.device.type, x.dtype, quantize_kind(form))(x, weight_D, eps, form)
 
     def swiglu_quantize(self, gate: Tensor, up: Tensor, form: OperandFormat) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """See `ops.quantize`."""
+        """SwiGLU, with its result quantised: see `ops.quantize`."""
         run = self._find("swiglu_quantize", gate.device.type, gate.dtype, quantize_kind(form))
         return run(gate, up, form)
 

@@ -93,7 +93,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self._places = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch. A group may have `lr`, `betas`, `eps` and `weight_decay` of its own.
+        """Add a group of parameters. It may have `lr`, `betas`, `eps` and `weight_decay` of its own.
 
         Raises:
             ConfigError: a setting out of range or not known (`optim.param_groups`), or a parameter that cannot be
@@ -162,7 +162,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
             self._init_state(param)
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch.
+        """The optimizer's state: see torch.
 
         Raises:
             ConfigError: a parameter has states and is in no group any more.
@@ -178,7 +178,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch, which casts states to their parameter's dtype; here they have to be of this optimizer's formats.
+        """Restore the optimizer's state. States have to be of this optimizer's formats: nothing is cast, as torch does.
 
         States of torch.optim.AdamW are taken where the moments are those that are kept here (FP32 parameters with FP32
         moments). All of it is loaded or, on an error, nothing.

@@ -99,8 +99,9 @@ class Muon(DeepSeekAdam):
         return super().__getstate__() | {"_muon": self._muon}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `DeepSeekAdam`. A group with `"muon": True` may have `momentum`, `nesterov`, `num_steps` and `adjust_lr`
-        of its own. With `"stacks": True` its parameters of three dims are stacks of matrices [E, R, C]."""
+        """Add parameters with settings of their own: see `DeepSeekAdam`. A group with `"muon": True` may have
+        `momentum`, `nesterov`, `num_steps` and `adjust_lr` of its own. With `"stacks": True` its parameters of three
+        dims are stacks of matrices [E, R, C]."""
         group = param_group
         if group.get("muon"):
             group = {**self._muon, "stacks": False, **group}
@@ -118,11 +119,12 @@ class Muon(DeepSeekAdam):
 
     @property
     def meets_ranks(self) -> bool:
-        """See `DeepSeekAdam`: they share out the directions of sharded matrices."""
+        """True if ranks exchange data in an update; see `DeepSeekAdam`: they share out the directions of sharded
+        matrices."""
         return any(self._is_muon(param) and bool(axes_of(param)[0]) for param in self._all_params())
 
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
-        """See `DeepSeekAdam`."""
+        """Update some parameters: see `DeepSeekAdam`."""
         for param in params:
             group = self.param_groups[self._place(param).group]
             if group.get("muon"):

@@ -293,8 +293,8 @@ class GradientReduction(GradientSums):
             raise
 
     def finish(self) -> None:
-        """See `GradientSums.finish`. Of what ranks have parts of that read the same rows, the sum over these too; of
-        copies of an expert that over the copies."""
+        """Finish the sums of a step's gradients: see `GradientSums.finish`. Of what ranks have parts of that read the
+        same rows, the sum over these too; of copies of an expert that over the copies."""
         super().finish()
         sum_of_slices(self._model)
         sum_of_copies(self._model)

@@ -67,7 +67,7 @@ class PlanFile:
         return MemoryPlan(layers=self.layers, **self.ends)
 
     def check_machine(self, machine: Machine) -> None:
-        """Raise ConfigError where the plan is for another kind of machine."""
+        """Check that the plan file is of this kind of machine; raise ConfigError where it is of another one."""
         if self.machine["device"] != machine.device:
             raise ConfigError(
                 "Plan was made for another machine",
@@ -103,7 +103,7 @@ class PlanFile:
             )
 
     def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError where the plan is for another model."""
+        """Check that the plan file is of this model; raise ConfigError where it is of another one."""
         if self.fingerprint != fingerprint(shape):
             raise ConfigError(
                 "Plan was made for another model",

@@ -73,7 +73,7 @@ class LatentGraph(nn.Module):
     def forward(
         self, x_1SD: Tensor, cos: Tensor, sin: Tensor, bias_ST: Tensor, past: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `GroupedQueryGraph.forward`."""
+        """Run the part, or the model, with the keys and values of earlier tokens: see `GroupedQueryGraph.forward`."""
         joined = self.in_proj(x_1SD)
         narrow = self.latent_dim + self.rope_dim
         q_in, latent, k_rope = joined.split((joined.shape[-1] - narrow, self.latent_dim, self.rope_dim), dim=-1)

@@ -40,7 +40,8 @@ class GraphBlock(nn.Module):
     def forward(
         self, x_1SD: Tensor, cos: Tensor, sin: Tensor, bias_ST: Tensor, past: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `attention.GroupedQueryGraph.forward`."""
+        """Run the part, or the model, with the keys and values of earlier tokens: see
+        `attention.GroupedQueryGraph.forward`."""
         kept: tuple[Tensor, ...] = ()
         if self.has_attention:
             attended, kept = self.attention(self.attention_norm(x_1SD), cos, sin, bias_ST, past)

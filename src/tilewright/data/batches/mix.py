@@ -154,7 +154,7 @@ class WholeDomains:
         self._num_rows = np.array(list(num_rows), np.int64)
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """See `RowOrder`."""
+        """The rows of domains that come as these numbers of an epoch: see `RowOrder`."""
         return permute(index, self._num_rows[domain], hash64(seed, 2, domain, epoch))
 
 

@@ -176,13 +176,13 @@ class Direct:
     ranked: RankedBpe | None = None
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """See `Reader`."""
+        """Encode one text: see `Reader`."""
         with failures_told("Tokenizer fails on a text"):
             found = self.backend.encode(text, add_special_tokens=special)
             return Encoded(found.ids, found.offsets)
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Reader`; on all cores."""
+        """The ids of many texts; see `Reader`; on all cores."""
         with failures_told("Tokenizer fails on a text"):
             if self.ranked is None:
                 return self._ids(texts)
@@ -194,13 +194,13 @@ class Direct:
         return [found.ids for found in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """See `Reader`; on all cores."""
+        """Encode many texts; see `Reader`; on all cores."""
         with failures_told("Tokenizer fails on a text"):
             found = self.backend.encode_batch(list(texts), add_special_tokens=False)
             return [Encoded(one.ids, one.offsets) for one in found]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """See `Reader`."""
+        """The text of ids: see `Reader`."""
         with failures_told("Tokenizer fails on token ids"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -212,19 +212,19 @@ class Limited:
     backend: tokenizers.Tokenizer
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """See `Reader`."""
+        """Encode one text: see `Reader`."""
         return self._encoded([text], special, True)[0]
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Reader`."""
+        """The ids of many texts: see `Reader`."""
         return [found.ids for found in self._encoded(texts, False, False)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """See `Reader`."""
+        """Encode many texts: see `Reader`."""
         return self._encoded(texts, False, True)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """See `Reader`."""
+        """The text of ids: see `Reader`."""
         return self._call(16 * len(ids), ids=[int(i) for i in ids], skip=skip_special)["text"]
 
     def _encoded(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Encoded]:

@@ -62,7 +62,7 @@ class Account:
         self._files = found | self._files
 
     def open(self, part: Part) -> PartRecord:
-        """The record of a part that is now read."""
+        """Note in the account that a part of the source is being read; returns the part's record."""
         record = self.records[id(part)]
         record.opened = True
         return record

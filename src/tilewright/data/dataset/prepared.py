@@ -102,7 +102,7 @@ class PreparedData:
 
     @property
     def rows_per_call(self) -> int:
-        """See `GatheredRows`."""
+        """Rows that are asked for at once: see `GatheredRows`."""
         return _POSITIONS_PER_CALL // self.seq_len
 
     @property

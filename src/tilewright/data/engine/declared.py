@@ -26,12 +26,12 @@ def per_shard(c: "Context") -> int:
 
 
 def one_unit(c: "Context") -> int:
-    """One unit."""
+    """The number of units of a stage that has one for all."""
     return 1
 
 
 class StageInput(ABC):
-    """Something that a unit reads."""
+    """Something that a unit of a stage reads."""
 
     @abstractmethod
     def identity(self, c: "Context", i: int) -> object:
@@ -42,7 +42,7 @@ class StageInput(ABC):
         """The value that the unit gets. It travels to other processes, so it can be pickled."""
 
     def files(self, c: "Context", i: int) -> "list[Item]":
-        """Files of the user that the unit reads, each of which may kill the process that does."""
+        """The user's files that a unit of the stage reads from this input. Each may kill the process that reads it."""
         return []
 
 

@@ -13,15 +13,15 @@ class Static:
     turn = 1
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """See `MixPolicy`."""
+        """Decide the weights of the domains: see `MixPolicy`."""
         return MixDecision()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `MixPolicy`."""
+        """The state of the policy: see `MixPolicy`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `MixPolicy`."""
+        """Restore the state of the policy: see `MixPolicy`."""
 
 
 class Temperature(Static):
@@ -39,7 +39,7 @@ class Temperature(Static):
         self.temperature = temperature
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """See `MixPolicy`."""
+        """Decide the weights of the domains: see `MixPolicy`."""
         return moved_to(self.weights, seen, f"in proportion to tokens to the power of 1/{self.temperature:g}")
 
 
@@ -56,7 +56,7 @@ class Schedule(Static):
         self.stages = [(at, shares(weights)) for at, weights in stages]
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """See `MixPolicy`."""
+        """Decide the weights of the domains: see `MixPolicy`."""
         begun = [(at, weights) for at, weights in self.stages if seen.step >= at * seen.steps]
         if not begun:
             return MixDecision()

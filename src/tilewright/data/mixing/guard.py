@@ -51,7 +51,7 @@ class PplGuard:
         self._trained: dict[str, list[float]] = {name: [] for name in base}
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """See `MixPolicy`."""
+        """Decide the weights of the domains: see `MixPolicy`."""
         told, refused, before = list[str](), list[Refusal](), dict(self._ratio)
         for name, domain in seen.domains.items():
             if domain.trained is not None:
@@ -90,7 +90,7 @@ class PplGuard:
             told.append(f"{name}: no rise in {self.calm} evaluations, weight divided by {self.boost:g}")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `MixPolicy`."""
+        """The state of the policy: see `MixPolicy`."""
         return {
             name: {
                 "watch": self._watches[name].state_dict(),
@@ -103,7 +103,7 @@ class PplGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `MixPolicy`."""
+        """Restore the state of the policy: see `MixPolicy`."""
         for name in self.base:
             kept = state[name]
             self._watches[name].load_state_dict(kept["watch"])

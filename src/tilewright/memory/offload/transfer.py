@@ -126,12 +126,12 @@ class CudaTransfer(Transfer):
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def make_buffer(self, num_bytes: int) -> Buffer:
-        """See `Transfer`."""
+        """A buffer for transfers: see `Transfer`."""
         live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return Buffer(live, None if self.store.in_memory else pinned_empty(num_bytes, self.device))
 
     def mark(self) -> torch.cuda.Event | None:
-        """See `Transfer`."""
+        """The work that the device was given so far: see `Transfer`."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event

@@ -132,7 +132,7 @@ class LatentAttention(nn.Module):
         return [self.q_a_proj if self.q_lora_rank else self.q_proj, self.kv_a_proj_with_mqa]
 
     def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
-        """See `block.Block.quantized_readers`."""
+        """The linear layers that read what a norm or SwiGLU makes: see `block.Block.quantized_readers`."""
         yield self.kv_a_layernorm, "norm", [self.kv_b_proj]
         if self.q_lora_rank:
             yield self.q_a_layernorm, "norm", [self.q_b_proj]

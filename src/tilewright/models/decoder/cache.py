@@ -124,8 +124,8 @@ class LayerCache:
         return _bytes((*self._kept, *ahead, *states))
 
     def growth(self, chunk: int) -> tuple[int, float]:
-        """See `protocols.KeyValueCache.growth`: two windows, a third while a pass of more than one is counted, and the
-        states before and behind a pass."""
+        """The most bytes of each layer's cache; see `protocols.KeyValueCache.growth`: two windows, a third while a pass
+        of more than one is counted, and the states before and behind a pass."""
         most, passed = 2 * self._window or math.inf, 0
         if self._window and chunk > self._window + 1:
             passed = -(-_bytes(self._kept) // 2)
@@ -191,7 +191,7 @@ class DecoderCache:
         return JoinedCache((self, *rest), width)
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
-        """See `protocols.KeyValueCache.growth`."""
+        """The most bytes of each layer's cache: see `protocols.KeyValueCache.growth`."""
         return [layer.growth(chunk) for layer in self.layers]
 
     @property
@@ -266,7 +266,8 @@ class JoinedLayer:
         return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])
 
     def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
-        """See `LayerCache.reserve`; of the rows that have a cache."""
+        """The tensors of the positions that one new position of each row sees; see `LayerCache.reserve`; of the rows
+        that have a cache."""
         rows = enumerate(self._layers)
         return [layer.reserve(*(tensor[i : i + 1] for tensor in new), window=window)[0] for i, layer in rows]
 

@@ -201,7 +201,7 @@ class Decoder(Model):
         return tuple(self.blocks)
 
     def attention_of(self, layer: nn.Module) -> nn.Module | None:
-        """See `protocols.Model`."""
+        """The attention module of a layer: see `protocols.Model`."""
         block = cast(Block, layer)
         return block.self_attn if block.has_attention and block.can_give else None
 

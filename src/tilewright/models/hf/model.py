@@ -124,7 +124,7 @@ class HFModel(Model):
             )
 
     def tie_weights(self) -> None:
-        """See `protocols.Model`."""
+        """Make one parameter of those that share their values: see `protocols.Model`."""
         self.net.tie_weights()
 
     @property

@@ -36,7 +36,7 @@ def random_hf(model: HFModel, seed: int) -> InitialValues:
 
 
 def stored_hf(model: HFModel, folder: Path | str) -> InitialValues:
-    """The weights of a Hugging Face folder. The model may be on the meta device.
+    """First values of a Hugging Face model from its folder, in pieces. The model may be on the meta device.
 
     Where a folder does not hold all that the model has under the names that transformers looks for, transformers has to
     load it whole: then a copy of the model in host memory, in FP32, stays as long as what is returned. The model's

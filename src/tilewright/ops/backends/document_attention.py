@@ -25,7 +25,7 @@ from tilewright.ops.base.documents import Documents
 def attention(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents, scale: float | None = None, window: int = 0
 ) -> Tensor:
-    """See `ops.attention`. Padding, of segment -1, gives zeros.
+    """Attention: see `ops.attention`. Padding, of segment -1, gives zeros.
 
     Args:
         q_BHSD, k_BKSD, v_BKSD: on the CPU.

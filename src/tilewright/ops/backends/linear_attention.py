@@ -42,7 +42,7 @@ def attention(
     rate_BHS: Tensor,
     segments_BS: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.attention`."""
+    """Linear attention: see `ops.attention`."""
     return _Attention.apply(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_BS)
 
 
@@ -110,7 +110,7 @@ def with_state(
     state_BHDD: Tensor | None,
     segments_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `ref.linear_attention.with_state`; without gradients."""
+    """Linear attention that begins at a state; see `ref.linear_attention.with_state`; without gradients."""
     chunks = _chunks(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_BS)
     states, last = _states(chunks, state_BHDD)
     out = _in_rows(chunks.inside @ chunks.added + chunks.reads @ states, q_BHSD.shape[2])

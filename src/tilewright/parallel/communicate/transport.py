@@ -48,19 +48,19 @@ class GroupTransport:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_to_all(self, rows_RB: Tensor) -> Tensor:
-        """See `Transport`."""
+        """Exchange rows among the ranks: see `Transport`."""
         found = torch.empty_like(rows_RB)
         dist.all_to_all_single(found, rows_RB.contiguous(), group=self.group)
         return found
 
     def all_gather(self, row_B: Tensor) -> Tensor:
-        """See `Transport`."""
+        """Gather a row of each rank: see `Transport`."""
         found = row_B.new_empty(self.size * row_B.numel())  # flat: gloo takes no other shape
         all_gather_rows(found, row_B.contiguous().view(-1), group=self.group)
         return found.view(self.size, *row_B.shape)
 
     def all_reduce(self, values: Tensor) -> None:
-        """See `Transport`."""
+        """Sum values over the ranks: see `Transport`."""
         dist.all_reduce(values, group=self.group)
 
 

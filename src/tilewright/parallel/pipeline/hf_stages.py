@@ -41,16 +41,16 @@ class StagedHF(Staged, Derived):
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """See `Staged`."""
+        """The dtype of the stream between layers: see `Staged`."""
         return self.view.stream_dtype
 
     @property
     def words(self) -> int:
-        """See `Staged`."""
+        """The size of the vocabulary: see `Staged`."""
         return self.net.get_output_embeddings().out_features  # type: ignore[operator]
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """See `LayerwiseModel`, and so the others."""
+        """Run what is before the layers: see `LayerwiseModel`, and so the others."""
         return self.view.prologue(batch)
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
@@ -66,7 +66,7 @@ class StagedHF(Staged, Derived):
         return {}
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
-        """See `Staged`."""
+        """Hidden values in front of the head: see `Staged`."""
 
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
             with self.view.giving(x_BSD):

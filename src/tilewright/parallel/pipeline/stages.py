@@ -63,12 +63,12 @@ class StagedDecoder(Staged, Decoder):
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """See `Staged`."""
+        """The dtype of the stream between layers: see `Staged`."""
         return self.residual_dtype or torch.float32
 
     @property
     def words(self) -> int:
-        """See `Staged`."""
+        """The size of the vocabulary: see `Staged`."""
         return self.config.vocab_size
 
     @property
@@ -84,7 +84,7 @@ class StagedDecoder(Staged, Decoder):
         return [Tie(self.model.embed_tokens, "weight", self.lm_head, "weight")]
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
-        """See `Staged`."""
+        """Hidden values in front of the head: see `Staged`."""
         return self.pass_to_last(batch, lambda x_BSD, context: self.model.norm(x_BSD), watch)
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:

@@ -42,7 +42,7 @@ class DrawnLengths:
     """Tokens of the longest document: longer ones are cut."""
 
     def draw(self, number: int, seed: int) -> np.ndarray:
-        """See `Lengths`."""
+        """Draw lengths of documents: see `Lengths`."""
         drawn = DISTRIBUTIONS[self.name](np.random.default_rng(seed), number, *self.numbers)
         return np.clip(drawn, min(SHORTEST, self.most), self.most).astype(np.int64)
 
@@ -55,7 +55,7 @@ class ListedLengths:
     where: str
 
     def draw(self, number: int, seed: int) -> np.ndarray:
-        """See `Lengths`.
+        """Draw lengths of documents: see `Lengths`.
 
         Raises:
             DataError: fewer are listed.

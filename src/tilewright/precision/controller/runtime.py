@@ -115,7 +115,7 @@ class PrecisionController:
     # ---- formats ----
 
     def enter(self, step: int) -> bool:
-        """Give the layers the formats of `step` (counted from 0); True where a matmul changed.
+        """Enter `step` (counted from 0): give the layers the formats that the controller wants; True if one changed.
 
         Call it before each step: other code (evaluation in FP32) may have set formats in between.
         """

@@ -167,7 +167,8 @@ class _Stacked(_GivenOver):
         return self.run_experts(hidden_states, top_k_index, top_k_weights)
 
     def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See `forward`. Not for compiled code: shapes depend on the data."""
+        """Run the experts that tokens were routed to: see `forward`. Not for compiled code: shapes depend on the
+        data."""
         num_tokens, num_chosen = top_k_index.shape
         experts = top_k_index.reshape(-1)
         order = experts.argsort(stable=True)

@@ -125,7 +125,7 @@ class IntegerTrainedEmbedding(CastEmbedding):
     """Set by `convert`."""
 
     def rows(self, rows: Tensor) -> Tensor:
-        """See `CastEmbedding.rows`."""
+        """Rows of the table, rounded: see `CastEmbedding.rows`."""
         return self.integers.weight(rows.flatten(0, -2)).view(rows.shape)
 
     def extra_repr(self) -> str:

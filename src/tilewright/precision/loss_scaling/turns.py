@@ -98,7 +98,7 @@ class Turns:
         self._spent = {key: spent.looked_at() for key, spent in self._spent.items() if spent.is_left()}
 
     def unscale(self, optimizer: torch.optim.Optimizer, inv_scale: float, group: dist.ProcessGroup | None) -> Tensor:
-        """See `DynamicScaler.unscale_`."""
+        """Divide gradients by the loss scale: see `DynamicScaler.unscale_`."""
         if not isinstance(getattr(optimizer, "param_groups", None), list):
             raise misused("unscale_", f"it was called with a {type(optimizer).__name__}", "an optimizer")
         if not self._scaled:
@@ -132,7 +132,7 @@ class Turns:
         return bad
 
     def step(self, optimizer: torch.optim.Optimizer, inv_scale: float, group: dist.ProcessGroup | None) -> bool:
-        """See `DynamicScaler.step`."""
+        """Step an optimizer unless its gradients overflowed: see `DynamicScaler.step`."""
         turn = self._turns.get(optimizer)
         if turn is not None and turn.stepped:
             raise misused("step", "the optimizer was stepped already", "an update() after the steps of all optimizers")

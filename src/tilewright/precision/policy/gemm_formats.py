@@ -45,7 +45,7 @@ class Operands:
         }[gemm]
 
     def relaxed(self, *, power_of_two: bool) -> "Operands":
-        """See `ScaleSpec.relaxed`."""
+        """This format; unless `power_of_two`, with exact scales in place of powers of two; see `ScaleSpec.relaxed`."""
         forms = (self.input, self.weight, self.gradient)
         return Operands(*(form.relaxed(power_of_two=power_of_two) for form in forms))
 
@@ -78,7 +78,7 @@ class GemmFormat:
         return SPECS[self.name].dtype
 
     def relaxed(self, *, power_of_two: bool) -> "GemmFormat":
-        """See `ScaleSpec.relaxed`."""
+        """This format; unless `power_of_two`, with exact scales in place of powers of two; see `ScaleSpec.relaxed`."""
         operands = None if self.operands is None else self.operands.relaxed(power_of_two=power_of_two)
         return replace(self, operands=operands)
 

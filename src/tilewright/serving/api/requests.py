@@ -157,7 +157,7 @@ class ChatRequest(ApiRequest):
         return self.max_tokens, "max_tokens"
 
     def num_top(self) -> int | None:
-        """See `ApiRequest.num_top`."""
+        """The number of likeliest tokens to report: see `ApiRequest.num_top`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -194,7 +194,7 @@ class TextRequest(ApiRequest):
         return list(self.prompt)  # type: ignore[arg-type]
 
     def num_top(self) -> int | None:
-        """See `ApiRequest.num_top`."""
+        """The number of likeliest tokens to report: see `ApiRequest.num_top`."""
         return self.logprobs
 
 

@@ -148,7 +148,7 @@ def index_of(metadata: Metadata) -> bytes:
 
 
 def read_index(folder: Path) -> Metadata:
-    """See `parse_index`.
+    """Read the index of a checkpoint: see `parse_index`.
 
     Raises:
         IndexFormatError: there is none, or it is not one.

@@ -167,7 +167,7 @@ class LayerMajorExecutor:
         keep_fp32_gradients(self._params)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """See `base.Executor`.
+        """Run one optimizer step: see `base.Executor`.
 
         Raises:
             NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good

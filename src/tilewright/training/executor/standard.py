@@ -163,7 +163,7 @@ class StandardExecutor:
         self._policy.apply(memory_plan)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """See `base.Executor.step`.
+        """Run one optimizer step: see `base.Executor.step`.
 
         Raises:
             NumericsError: without loss scaling, the third step in a row whose gradient is not finite. The weights

@@ -102,7 +102,7 @@ class Agreement(StepHook):
         return first if len(reasons) == self.world.size else f"{first} ({named_ranks(reasons)})"
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """See `parallel.launch.on_first`."""
+        """Do work on the first rank; all get its result: see `parallel.launch.on_first`."""
         return on_first(self.world, work)
 
     # ---- what plans rest on ----

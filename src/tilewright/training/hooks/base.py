@@ -102,19 +102,19 @@ class HookPart(Protocol):
     """Anything with numbers and a state, for `AfterStep`."""
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """See `StepHook.numbers`."""
+        """Numbers for the row of metrics: see `StepHook.numbers`."""
         ...
 
     def phase(self, name: str) -> None:
-        """See `StepHook.phase`."""
+        """The run enters another phase: see `StepHook.phase`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """See `StepHook.state_dict`."""
+        """The state for a checkpoint: see `StepHook.state_dict`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `StepHook.load_state_dict`."""
+        """Restore the state of a checkpoint: see `StepHook.load_state_dict`."""
         ...
 
 

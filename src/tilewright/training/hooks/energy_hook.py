@@ -176,7 +176,7 @@ class EnergyHook(StepHook):
         self._of_steps = energy.state != UNAVAILABLE
 
     def phase(self, name: str) -> None:
-        """See `StepHook.phase`."""
+        """The run enters another phase: see `StepHook.phase`."""
         self._energy.meter.at(PHASES[name])
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, float]:

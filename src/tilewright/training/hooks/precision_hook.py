@@ -73,11 +73,11 @@ class PrecisionHook(StepHook):
             self._look(step.number - 1, self._microbatches, step.recorder)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `PrecisionController`."""
+        """The state for a checkpoint: see `PrecisionController`."""
         return self.control.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `PrecisionController`."""
+        """Restore the state of a checkpoint: see `PrecisionController`."""
         self.control.load_state_dict(state)
 
     def _look(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:

@@ -137,7 +137,7 @@ class RankWatch(LoneWatch):
 
     @contextmanager
     def recording(self, recorder: MetricsLogger | None) -> Iterator[None]:
-        """See `LoneWatch.recording`."""
+        """Inside, observations of the ranks are recorded: see `LoneWatch.recording`."""
         self._recorder = recorder
         try:
             yield

@@ -36,7 +36,7 @@ class OnnxRuntime(KeptTensors):
         return options
 
     def run(self, ids_1S: np.ndarray, past: Sequence[Any]) -> tuple[np.ndarray, Sequence[Any]]:
-        """See `KeptTensors.run`."""
+        """Run the model on some tokens behind a cache: see `KeptTensors.run`."""
         given = {self._ids.name: ids_1S, **dict(zip(self._past, past, strict=True))}
         logits, *kept = cast(list[np.ndarray], self._session.run(None, given))
         return logits, kept

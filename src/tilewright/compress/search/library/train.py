@@ -165,7 +165,7 @@ def _squares(part: Block | None, data: PartData) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def relative_error(part: Block | None, data: PartData) -> float:
-    """See `TrainedPart`; of a missing part 1."""
+    """The relative error of a trained part; see `TrainedPart`; of a missing part 1."""
     difference, scale = _squares(part, data)
     return float(difference / scale)
 

@@ -107,7 +107,7 @@ class PreparedShards(PreparedData):
         return self.reader.counts.wait_s
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
-        """See `PreparedData`. Rows of a shard that cannot be read are blank, and counted."""
+        """Training rows as arrays: see `PreparedData`. Rows of a shard that cannot be read are blank, and counted."""
         arrays = super().train_arrays(picks, seed)
         self._count_blank(picks)
         return arrays

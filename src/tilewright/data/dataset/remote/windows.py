@@ -61,7 +61,7 @@ class WindowedOrder:
         return self._known[key]
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """See `mix.RowOrder`."""
+        """The rows of domains that come as these numbers of an epoch: see `mix.RowOrder`."""
         found = np.empty(len(index), np.int64)
         for one, turn in sorted(set(zip(domain.tolist(), epoch.tolist(), strict=True))):
             here = (domain == one) & (epoch == turn)

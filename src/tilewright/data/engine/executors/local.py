@@ -29,7 +29,7 @@ class LocalExecutor(PooledExecutor):
 
     @property
     def killed(self) -> tuple[type[BaseException], ...]:
-        """See `PooledExecutor`."""
+        """Errors that say that a process was killed: see `PooledExecutor`."""
         return (BrokenProcessPool,)
 
     def __init__(self, processes: int, *, apart: bool = False, prefix: str = ""):
@@ -37,7 +37,7 @@ class LocalExecutor(PooledExecutor):
         self._processes, self._apart = processes, apart
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """See `UnitExecutor`.
+        """Run the units of a stage: see `UnitExecutor`.
 
         Raises:
             HardwareError: a process was killed while it made a unit alone, and by no file of the user.
@@ -53,7 +53,7 @@ class LocalExecutor(PooledExecutor):
             advance(1)
 
     def pool_of(self, num: int | None) -> Executor:
-        """See `PooledExecutor`."""
+        """A pool of processes: see `PooledExecutor`."""
         spawn = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(num or self._processes, spawn, initializer=_watch_parent, initargs=(os.getpid(),))
 

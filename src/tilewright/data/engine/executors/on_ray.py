@@ -61,13 +61,14 @@ class RayExecutor(PooledExecutor):
 
     @cached_property
     def killed(self) -> tuple[type[BaseException], ...]:
-        """See `PooledExecutor`: a process that died or was killed for memory, or a node that is gone."""
+        """Errors that say that a process was killed; see `PooledExecutor`: a process that died or was killed for
+        memory, or a node that is gone."""
         from ray import exceptions
 
         return exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """See `UnitExecutor`. Ray is started when there is a unit to run.
+        """Run the units of a stage: see `UnitExecutor`. Ray is started when there is a unit to run.
 
         Raises:
             DataError: a node does not see the files, or has another tilewright.
@@ -83,7 +84,8 @@ class RayExecutor(PooledExecutor):
         super().run(context, stage, todo, advance)
 
     def pool_of(self, num: int | None) -> Executor:
-        """See `PooledExecutor`. One task at a time has what the cluster has; `num` is the number of tasks given."""
+        """A pool of processes: see `PooledExecutor`. One task at a time has what the cluster has; `num` is the number
+        of tasks given."""
         return RayPool(self._ray, None if self._is_local else {"env_vars": dict(env.ONE_THREAD)})
 
     def start(self) -> None:

@@ -47,7 +47,7 @@ class PooledExecutor(ABC):
         """A pool of `num` processes; None: of all there are."""
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """See `UnitExecutor`.
+        """Run the units of a stage: see `UnitExecutor`.
 
         Raises:
             HardwareError: a process was killed while it made a unit alone, and by no file of the user.

@@ -68,7 +68,7 @@ class ThresholdFilter(RecordFilter):
         """Of each measure that was taken, int64 [bins], by domain and measure."""
 
     def judge(self, record: Record) -> DropReason | None:
-        """See `RecordFilter`. Each measure is taken that any rule looks at."""
+        """The reason to drop a record, or None: see `RecordFilter`. Each measure is taken that any rule looks at."""
         text = Measured(record.text)
         broken: DropReason | None = None
         values: dict[str, float] = {}
@@ -96,7 +96,7 @@ class LanguageFilter(RecordFilter):
         """The language of the record that was judged last."""
 
     def judge(self, record: Record) -> DropReason | None:
-        """See `RecordFilter`."""
+        """The reason to drop a record, or None: see `RecordFilter`."""
         self.found, score = self._find(record.text)
         least = self._rules.min_language_score
         if self.found not in self._rules.languages:

@@ -34,7 +34,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """See `ops.attention`. It goes by blocks of its own: `block` changes nothing."""
+    """Attention: see `ops.attention`. It goes by blocks of its own: `block` changes nothing."""
     NO_WINDOW.check(WINDOW if window else "")
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)

@@ -23,7 +23,7 @@ _BOTH = 3
 
 
 def quantize(x_MK: Tensor, spec: FloatSpec, tile: Tile) -> TiledTensor:
-    """See `ops.quantize`."""
+    """Quantise a matrix: see `ops.quantize`."""
     if _is_turned(x_MK):
         return quantize(x_MK.T, spec, tile.transposed()).transposed()
     qdata, scale_inv = _encode(x_MK, tile.rows, tile.cols, spec.name)
@@ -31,7 +31,7 @@ def quantize(x_MK: Tensor, spec: FloatSpec, tile: Tile) -> TiledTensor:
 
 
 def quantize_both(x_MK: Tensor, spec: FloatSpec) -> tuple[TiledTensor, TiledTensor]:
-    """See `ops.quantize`."""
+    """Quantise a matrix by rows and by columns: see `ops.quantize`."""
     if _is_turned(x_MK):
         row, column = quantize_both(x_MK.T, spec)
         return column, row
@@ -41,7 +41,8 @@ def quantize_both(x_MK: Tensor, spec: FloatSpec) -> tuple[TiledTensor, TiledTens
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `ops.gemm` and `ops.backends.native.dequant_gemm`, which this is with a faster decoder."""
+    """Multiply two quantised matrices: see `ops.gemm` and `ops.backends.native.dequant_gemm`, which this is with a
+    faster decoder."""
     return _matmul(
         a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
         b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,

@@ -19,7 +19,7 @@ _FP32, _BF16, _SPLIT24, _OF_BF16, _OF_FP16 = range(5)
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """See `ops.adam`."""
+    """AdamW with moments in 8 bits: see `ops.adam`."""
     target, low, weight, grad = tensors.target, tensors.low, tensors.weight, tensors.grad
     if weight is not None:
         kind = _OF_BF16 if weight.dtype == torch.bfloat16 else _OF_FP16
@@ -49,7 +49,7 @@ def adam(
     weights: Sequence[Tensor] = (),
     skips: Sequence[int] = (),
 ) -> None:
-    """See `ops.adam`: parameters and moments of FP32 or BF16."""
+    """AdamW; see `ops.adam`: parameters and moments of FP32 or BF16."""
     floats = _floats(hyper)
     firsts, skips = firsts or [0] * len(params), skips or [0] * len(params)
     rows = zip(params, grads, exp_avgs, exp_avg_sqs, weights or [None] * len(params), strict=True)

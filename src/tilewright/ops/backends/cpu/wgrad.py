@@ -74,7 +74,7 @@ def add_weight_gradient_(out_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, *, adds: b
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """See `ops.linear`."""
+    """A linear layer: see `ops.linear`."""
     return _Linear.apply(x, weight_MK, None if bias_M is None else bias_M.to(x.dtype))
 
 

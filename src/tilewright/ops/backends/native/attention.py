@@ -40,7 +40,8 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """See `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel takes them."""
+    """Attention: see `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel
+    takes them."""
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     on_cpu, low = q_BHSD.device.type == "cpu", q_BHSD.dtype in (torch.bfloat16, torch.float16)

@@ -26,7 +26,7 @@ _AMX_COLUMNS = 32
 
 
 def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `ops.gemm`."""
+    """Multiply two quantised matrices, decoded first: see `ops.gemm`."""
     return _matmul(
         a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
         b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,

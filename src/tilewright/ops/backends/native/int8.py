@@ -52,13 +52,13 @@ def onednn_prepack(qdata_NK: Tensor) -> Tensor:
 
 
 def onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
-    """See `ops.int8_linear`."""
+    """Multiply two matrices of 8-bit integers by oneDNN: see `ops.int8_linear`."""
     run = _onednn_op if torch.compiler.is_compiling() else _onednn
     return run(codes_MK, qdata_NK, packed, made_from)
 
 
 def int_mm(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
-    """See `ops.int8_linear`."""
+    """Multiply two matrices of 8-bit integers by torch: see `ops.int8_linear`."""
     return _int_mm_op(codes_MK, qdata_NK) if torch.compiler.is_compiling() else _int_mm(codes_MK, qdata_NK)
 
 

@@ -255,7 +255,7 @@ def compiled(
     queue: WeightGradientQueue | None = None,
     classes: ClassSlice | None = None,
 ) -> TokenLosses:
-    """See `ops.loss`; the chunk's loops fused by torch.compile."""
+    """The head's loss; see `ops.loss`; the chunk's loops fused by torch.compile."""
     return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step, queue, classes)
 
 
@@ -267,7 +267,7 @@ def eager(
     queue: WeightGradientQueue | None = None,
     classes: ClassSlice | None = None,
 ) -> TokenLosses:
-    """See `ops.loss`; the chunk's loops as eager torch operations."""
+    """The head's loss; see `ops.loss`; the chunk's loops as eager torch operations."""
     step = functools.partial(ChunkStep, row_lse, masked_softmax_)
     return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, step, queue, classes)
 

@@ -10,7 +10,7 @@ from tilewright.ops.backends.ref.math import MUON_COEFFICIENTS, MUON_EPS
 
 
 def native(x_RC: Tensor, num_steps: int = 5) -> Tensor:
-    """See `ops.newton_schulz`; by BF16 matmuls alone.
+    """Newton-Schulz iterations; see `ops.newton_schulz`; by BF16 matmuls alone.
 
     Example:
         >>> singular = torch.linalg.svdvals(native(torch.diag(torch.tensor([9.0, 3.0, 1.0]))).float())
@@ -23,7 +23,7 @@ def native(x_RC: Tensor, num_steps: int = 5) -> Tensor:
 
 
 def wide(x_RC: Tensor, num_steps: int = 5) -> Tensor:
-    """See `ops.newton_schulz`; FP32 inside."""
+    """Newton-Schulz iterations; see `ops.newton_schulz`; FP32 inside."""
     argument = [x_RC]
     del x_RC
     with torch.autocast("cpu", enabled=False):

@@ -44,7 +44,7 @@ class Arguments:
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `ops.gemm`. cuBLAS does not multiply two E5M2 operands."""
+    """Multiply two quantised matrices: see `ops.gemm`. cuBLAS does not multiply two E5M2 operands."""
     tiles = [a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols]
     return _scaled_mm(a.qdata, b.qdata, a.scale_inv, b.scale_inv, bias_N, tiles, a.spec.name, b.spec.name, out_dtype)
 

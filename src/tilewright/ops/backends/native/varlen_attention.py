@@ -36,7 +36,8 @@ def by_flash(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """See `ops.attention`. Grouped heads as they are. It goes by blocks of its own: `block` changes nothing."""
+    """Attention by FlashAttention: see `ops.attention`. Grouped heads as they are. It goes by blocks of its own:
+    `block` changes nothing."""
     return _attention(q_BHSD, k_BKSD, v_BKSD, segments, scale, window, flash=True)
 
 
@@ -49,7 +50,8 @@ def by_efficient(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """See `ops.attention`. Keys and values are repeated for grouped heads. `block` changes nothing."""
+    """Attention by the memory-efficient kernel: see `ops.attention`. Keys and values are repeated for grouped heads.
+    `block` changes nothing."""
     NO_WINDOW.check(WINDOW if window else "")
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
     if group > 1:

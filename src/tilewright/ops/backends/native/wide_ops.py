@@ -20,8 +20,8 @@ from tilewright.ops.base.deferred_linear import LinearGemms
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """See `ops.linear`. The weight's gradient stays in FP32 where the weight is: it is summed in FP32 here, and
-    rounding would cost time."""
+    """A linear layer: see `ops.linear`. The weight's gradient stays in FP32 where the weight is: it is summed in FP32
+    here, and rounding would cost time."""
     return _WideLinear.apply(x, weight_MK, bias_M)
 
 
@@ -116,7 +116,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """See `ops.attention`."""
+    """Attention: see `ops.attention`."""
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     out = _WideAttention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block, window)

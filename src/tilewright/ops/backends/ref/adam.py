@@ -160,5 +160,5 @@ def update_all(
 
 
 def adam(*lists: Any, **more: Any) -> None:
-    """See `ops.adam`: the arguments of `update_all` behind its first."""
+    """AdamW; see `ops.adam`: the arguments of `update_all` behind its first."""
     update_all(update, *lists, **more)

@@ -15,7 +15,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def follow_writes(master: Tensor, weight: Tensor) -> None:
-    """See `ops.adam`."""
+    """Give FP32 masters the values that others wrote to their 16-bit weights: see `ops.adam`."""
     if master.dtype == weight.dtype or not weight.numel():
         return
     if weight.device.type != "cpu":

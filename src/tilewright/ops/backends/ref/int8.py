@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def int8_matmul(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None = None) -> Tensor:
-    """See `ops.int8_linear`."""
+    """Multiply two matrices of 8-bit integers: see `ops.int8_linear`."""
     return (codes_MK.double() @ qdata_NK.double().T).to(torch.float32)
 
 

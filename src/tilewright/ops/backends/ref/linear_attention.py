@@ -29,7 +29,7 @@ def attention(
     rate_BHS: Tensor,
     segments_BS: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.attention`."""
+    """Linear attention: see `ops.attention`."""
     return with_state(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, None, segments_BS)[0]
 
 

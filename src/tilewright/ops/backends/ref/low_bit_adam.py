@@ -69,7 +69,7 @@ def factors(hyper: AdamHyper) -> tuple[float, ...]:
 
 @torch.no_grad()
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """See `ops.adam`. Nothing changes before all memory is there."""
+    """AdamW with moments in 8 bits: see `ops.adam`. Nothing changes before all memory is there."""
     decay, rate1, beta2, rate2, size, inv_root, eps = factors(hyper)
     rows_RK = tensors.rows
     blocks_RB = rows_RK[0], quadratic_map.num_blocks(rows_RK[1])

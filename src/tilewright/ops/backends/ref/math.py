@@ -22,7 +22,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """See `ops.linear.LINEAR`."""
+    """A linear layer: see `ops.linear.LINEAR`."""
     high = wide(x.dtype)
     weight_MK = weight_MK.to(x.dtype)
     out = x.to(high) @ weight_MK.to(high).T
@@ -32,7 +32,7 @@ def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """See `ops.norm.RMS_NORM`."""
+    """RMS norm: see `ops.norm.RMS_NORM`."""
     x_high = x.to(wide(x.dtype))
     inv = torch.rsqrt(x_high.square().mean(-1, keepdim=True) + eps)
     return (x_high * inv * weight_D.to(x_high.dtype)).to(x.dtype)
@@ -63,7 +63,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """See `ops.attention.ATTENTION`."""
+    """Attention: see `ops.attention.ATTENTION`."""
     high = wide(q_BHSD.dtype)
     group = q_BHSD.shape[1] // k_BHSD.shape[1]
     k = k_BHSD.repeat_interleave(group, dim=1).to(high)
@@ -77,7 +77,8 @@ def attention(
 def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0, queue: object = None
 ) -> TokenLosses:
-    """See `ops.loss.LINEAR_CROSS_ENTROPY`. Neither chunks nor gradients that wait: autograd's."""
+    """The loss of the output matrix: see `ops.loss.LINEAR_CROSS_ENTROPY`. Neither chunks nor gradients that wait:
+    autograd's."""
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     high = wide(x_ND.dtype)
     logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T
@@ -103,7 +104,7 @@ def rope(x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
 
 
 def newton_schulz(x_RC: Tensor, num_steps: int = 5) -> Tensor:
-    """See `ops.newton_schulz.NEWTON_SCHULZ`."""
+    """Newton-Schulz iterations: see `ops.newton_schulz.NEWTON_SCHULZ`."""
     x = x_RC.to(torch.bfloat16).to(wide(x_RC.dtype))
     x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=MUON_EPS)
     a, b, c = MUON_COEFFICIENTS

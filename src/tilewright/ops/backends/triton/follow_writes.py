@@ -14,7 +14,8 @@ _BLOCK = 4096
 
 
 def follow_writes(master: Tensor, weight: Tensor) -> None:
-    """See `ops.adam`. Tensors with gaps, or in other orders of memory, go by torch."""
+    """Give FP32 masters the values that others wrote to their 16-bit weights: see `ops.adam`. Tensors with gaps, or in
+    other orders of memory, go by torch."""
     count = weight.numel()
     if not count or master.dtype == weight.dtype:
         return

@@ -18,7 +18,7 @@ from tilewright.ops.backends.triton.launch import INTERPRETED, has_fp8, raw, tri
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `ops.gemm`.
+    """Multiply two quantised matrices: see `ops.gemm`.
 
     Args:
         a: [M, K] in tiles of 1x128, or with one scale.

@@ -28,7 +28,7 @@ TINY_BITS = tl.constexpr(int(torch.tensor(quadratic_map.TINY).view(torch.int32))
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """See `ops.adam`."""
+    """AdamW with moments in 8 bits: see `ops.adam`."""
     target, low, weight = tensors.target, tensors.low, tensors.weight
     if weight is not None:
         kind, beside = (OF_BF16 if weight.dtype == torch.bfloat16 else OF_FP16), weight.view(torch.int16)

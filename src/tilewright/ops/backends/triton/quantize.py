@@ -34,8 +34,8 @@ ROWS, COLUMNS, BLOCKS = 1, 0, 2
 def quantize(
     x_MK: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool = True, noise: Tensor | None = None
 ) -> TiledTensor:
-    """See `formats.quantize.quantize`. Codes are contiguous whatever x's strides are: a transposed view is read as it
-    lies, and its codes are stored turned; only other strides cost a copy of x.
+    """Quantise a matrix: see `formats.quantize.quantize`. Codes are contiguous whatever x's strides are: a transposed
+    view is read as it lies, and its codes are stored turned; only other strides cost a copy of x.
 
     Tiles other than 1x128, 128x1 and 128x128 take their scales from torch operations: two reads of x.
 

@@ -70,7 +70,7 @@ class HeadPart:
         head.register_forward_hook(gathered)
 
     def loss(self, kernels: Kernels, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
-        """See `models.base.head.head_loss`. The same on all ranks."""
+        """The loss, from this rank's rows of the head: see `models.base.head.head_loss`. The same on all ranks."""
         with self.on_part(self.head):
             x_ND, weight_VD = head_operands(self.head, self.ranks.spread(x_ND))
             own = weight_VD.shape[0]
