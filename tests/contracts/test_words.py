@@ -198,14 +198,34 @@ def test_docstrings_and_comments_have_a_named_subject():
     assert not bad, "\n".join(bad)
 
 
-def test_docstrings_say_what_something_is():
-    """Of a docstring that begins with "What" or "Whether" a reader has to guess if it is returned, checked or kept."""
+@cache
+def docstrings() -> list[tuple[str, str, str]]:
+    """Where each docstring of the package is, the name that it is of ("" of a module), and its text."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    bad = [
-        f"{path.relative_to(PACKAGE)}:{node.body[0].lineno}: {ast.get_docstring(node)}"
+    return [
+        (f"{path.relative_to(PACKAGE)}:{node.body[0].lineno}", getattr(node, "name", ""), text)
         for path in SOURCES
         for node in statements(ast.parse(path.read_text()))
-        if isinstance(node, documented) and (ast.get_docstring(node) or "").startswith(("What ", "Whether "))
+        if isinstance(node, documented) and (text := ast.get_docstring(node))
+    ]
+
+
+def test_docstrings_say_what_something_is():
+    """Of a docstring that begins with "What" or "Whether" a reader has to guess if it is returned, checked or kept."""
+    bad = [f"{place}: {text}" for place, _, text in docstrings() if text.startswith(("What ", "Whether "))]
+    assert not bad, "\n".join(bad)
+
+
+BORROWED = re.compile(r"(Of|The same|Those|That|So many|Along|By)\b|See (the module|`[^`]*`)\.?(\n|$)")
+"""Beginnings of a docstring whose subject is a name, a class or another docstring: in a list of functions, or in an
+editor, it says nothing."""
+
+
+def test_public_docstrings_can_be_read_alone():
+    bad = [
+        f"{place}: {text}"
+        for place, name, text in docstrings()
+        if name and not name.startswith("_") and BORROWED.match(text)
     ]
     assert not bad, "\n".join(bad)
 

@@ -138,7 +138,7 @@ class TiledTensor:
 
     @property
     def is_fp8(self) -> bool:
-        """See `OperandFormat.is_fp8`."""
+        """True if the elements are FP8: see `OperandFormat.is_fp8`."""
         return self.spec in (E4M3, E5M2) and self.scale_inv.dtype == torch.float32
 
     @property

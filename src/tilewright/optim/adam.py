@@ -178,7 +178,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer's state. States have to be of this optimizer's formats: nothing is cast, as torch does.
+        """Restore the optimizer's state. States have to be of this optimizer's formats; torch would cast them.
 
         States of torch.optim.AdamW are taken where the moments are those that are kept here (FP32 parameters with FP32
         moments). All of it is loaded or, on an error, nothing.

@@ -65,7 +65,7 @@ class MLP(nn.Module):
         return [self.gate_proj, self.up_proj]
 
     def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
-        """See `Block.quantized_readers`."""
+        """The linear layers that read what SwiGLU makes: see `Block.quantized_readers`."""
         yield self, "swiglu", [self.down_proj]
 
 

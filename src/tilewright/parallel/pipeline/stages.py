@@ -73,12 +73,12 @@ class StagedDecoder(Staged, Decoder):
 
     @property
     def counting_layers(self) -> int | None:
-        """See `Staged`."""
+        """This rank's layers that count something in a pass: see `Staged`."""
         return sum(block.is_moe for block in self.blocks) if self.config.num_experts else None
 
     @property
     def ties(self) -> list[Tie]:
-        """See `Staged`."""
+        """Ends that are one parameter, on ranks that have one of them: see `Staged`."""
         if not self.config.tie_embeddings or not (self.has_first or self.has_last):
             return []
         return [Tie(self.model.embed_tokens, "weight", self.lm_head, "weight")]

@@ -92,7 +92,7 @@ class PreparedShards(PreparedData):
         return TextRows(tokens, packing, self.seq_len, self.task == "causal_lm", marks)
 
     def follow(self, mixture: Mixture, sample: int) -> None:
-        """See `ReadAhead.follow`."""
+        """Read the shards that a mixture wants next: see `ReadAhead.follow`."""
         self.reader.follow(mixture, sample)
 
     @property
