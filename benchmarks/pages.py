@@ -48,8 +48,8 @@ HEADLINES = (
     ("quality_fp8_tile", "Held-out loss of `fp8_tile` against BF16"),
     ("dpaa", "Held-out loss with the precision controller, on a model where static FP8 fails"),
     ("export_int8_over_compiled_bf16__1_tokens", "ONNX INT8 export against compiled BF16, one token"),
-    ("export_fp32_in_the_runtime_over_compiled_bf16__1_tokens", "of it the runtime: its FP32 against compiled BF16"),
-    ("export_gguf_f16_over_compiled_bf16__1_tokens", "beside it: GGUF F16 export against compiled BF16, one token"),
+    ("export_fp32_in_the_runtime_over_compiled_bf16__1_tokens", "the same runtime in FP32 against compiled BF16, one token"),
+    ("export_gguf_f16_over_compiled_bf16__1_tokens", "GGUF F16 export against compiled BF16, one token"),
     (
         "export_4_bits__worst_domain_s_loss__over_that_of_as_many_unrounded_steps__percent",
         "4-bit export after 200 steps in 4 bits: loss of the worst domain over that of 200 unrounded steps",
@@ -210,7 +210,7 @@ def memory() -> list[str]:
         f"A decoder of 209M parameters, {result.results['tokens_per_step']:,} tokens per step, layers compiled, "
         f"{_where(result)}; {count} runs in alternation.",
         "",
-        "| | peak of the process | of it libraries | processor seconds per step |",
+        "| | peak of the process | of which libraries | processor seconds per step |",
         "|---|---:|---:|---:|",
     ]
     for key, text in MEMORY_ROWS:

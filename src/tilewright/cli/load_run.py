@@ -128,7 +128,7 @@ def open_to_compress(name: str, typed: Sequence[str] = ()) -> ExportSource:
             "Settings would make another model or run",
             got=", ".join(given),
             need="settings of data, training and distillation: model and tokenizer are those that are compressed",
-            try_="tilewright compress without them",
+            try_=f"the same command without {', '.join(given)}",
             where=name,
         )
     if is_run(name):

@@ -301,7 +301,7 @@ def _save(run: Path, record: Row) -> None:
             "exports.json cannot be written",
             got=str(error),
             need="a run folder in which files can be made",
-            try_="free space; the artefacts that were listed are whole",
+            try_="free disk space and run the same command; artefacts that are listed already are whole",
             where=str(run),
         ) from error
 

@@ -111,7 +111,7 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
             f"Model in {current.mode} cannot switch to {policy.mode}",
             got=f"parameters stored in {current.storage}, which the optimizer holds",
             need=f"parameters in {policy.storage}",
-            try_="convert the model before the optimizer is made",
+            try_=f'tilewright.convert(model, "{policy.mode}") before the optimizer is made',
         )
     _apply(model, plan)
     cast(Any, model).precision_report = plan.report

@@ -73,7 +73,7 @@ def write_report(run_dir: str | Path, run: RunData | None = None, judgement: Jud
             "Report cannot be written",
             got=str(error),
             need="the folder of a run, in which files can be made",
-            try_="tilewright report RUNS/NAME",
+            try_="free disk space, or a copy of the folder that you may write to: tilewright report FOLDER",
             where=str(folder),
         ) from error
     return path

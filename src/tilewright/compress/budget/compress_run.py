@@ -377,6 +377,6 @@ def _check_source(source: ExportSource) -> None:
         "Runs of this kind are not compressed",
         got=f'model.task = "{recipe.model.task}", lora.rank = {recipe.lora.rank}, data.format = "{recipe.data.format}"',
         need="a causal language model without adapters, on text or conversations, or an image classifier",
-        try_="tilewright merge, and a run that continues with the merged model",
+        try_="with adapters: tilewright merge RUN --out FOLDER, then tilewright compress FOLDER",
         where=str(source.run),
     )

@@ -287,6 +287,6 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
             "Task generates in a way that is not supported",
             got=", ".join(f"{name} = {value}" for name, value in others.items()),
             need="until, max_gen_toks, do_sample, temperature, top_k, top_p",
-            try_="--include-path FOLDER with a copy of the task without it",
+            try_=f"--include-path FOLDER with a copy of the task without {', '.join(others)}",
         )
     return Sampling(temperature if draws else 0.0, top_k, top_p)

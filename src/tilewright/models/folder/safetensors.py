@@ -128,7 +128,8 @@ def check_no_adapters(state: Mapping[str, Tensor], folder: Path | str) -> None:
             "Adapters in the model, none in the folder",
             got=summary(own),
             need="merged weights",
-            try_="precision.lora.merge_lora(model) first, or precision.adapter_io.save_adapter for the adapters alone",
+            try_="tilewright.precision.lora.lora.merge_lora(model) first, or for the adapters alone "
+            "tilewright.precision.lora.peft_io.save_adapter(model, folder)",
             where=str(folder),
         )
 

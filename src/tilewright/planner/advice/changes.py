@@ -230,7 +230,7 @@ def cheapest_changes(
             they are refused, or nothing fits.
     """
     tried = [(settings, keeps, "", budget) for settings, keeps in candidates(recipe, found)]
-    tried.append(({}, True, "half as much device memory again", replace(budget, device=1.5 * budget.device)))
+    tried.append(({}, True, "1.5x the device memory", replace(budget, device=1.5 * budget.device)))
     if budget.links.host:
         tried.append(({}, True, "twice the host memory", replace(budget, host=2 * budget.host)))
     changes = []

@@ -184,7 +184,7 @@ def _check_shared(own: dict[str, Tensor], stored: dict[str, Tensor], folder: Pat
                 "Adapter has two values for a weight that the model shares",
                 got=f"{other.removeprefix(_PREFIX)} and {key.removeprefix(_PREFIX)} differ",
                 need="a base model whose weights are not tied, as the adapter's training made them",
-                try_="merge the adapter with peft, and load the merged model",
+                try_="with peft: model.merge_and_unload().save_pretrained(FOLDER); then model.path = FOLDER",
                 where=str(folder / WEIGHTS),
             )
 
@@ -209,7 +209,7 @@ def _check_kinds(config: dict[str, Any], folder: Path) -> None:
             "Unsupported kind of adapter",
             got=", ".join(wrong),
             need="LoRA of one rank and alpha on the base model's own weights, without trained biases",
-            try_="merge the adapter with peft, and load the merged model",
+            try_="with peft: model.merge_and_unload().save_pretrained(FOLDER); then model.path = FOLDER",
             where=str(folder / CONFIG),
         )
 

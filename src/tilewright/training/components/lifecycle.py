@@ -136,7 +136,7 @@ def not_written(save: SaveRecord, folder: Path) -> CheckpointError:
         f"Checkpoint of step {save.step} could not be written",
         got=save.error or "",
         need="room and the right to write there; the checkpoints before it are untouched",
-        try_="make room and run the same command: it continues from the newest checkpoint",
+        try_="free disk space and run the same command: it continues from the newest checkpoint",
         where=str(folder),
     )
 

@@ -214,7 +214,7 @@ def _host_here(options: PlanRequest, machine: Machine, ranks: int) -> int:
             "Two memory sizes for one CPU memory",
             got=f"--host-memory {options.host_memory}",
             need="--device-memory alone",
-            try_="--device-memory, or --on for a machine that is not at hand",
+            try_="--device-memory, or --on h200 for another machine",
             where="--host-memory",
         )
     return _size(options.host_memory, "--host-memory", machine.host_memory_bytes, _owner(ranks))
@@ -242,7 +242,7 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
             "Memory size exceeds that of the machine",
             got=f"{option} {text}, {owner} has {format_bytes(most)}",
             need=f"at most {format_bytes(most)}",
-            try_=f"{option} {most // 2**30}GiB, or --on for a machine that is not at hand",
+            try_=f"{option} {most // 2**30}GiB, or --on h200 for another machine",
             where=option,
         )
     return size

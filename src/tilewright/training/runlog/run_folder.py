@@ -118,7 +118,7 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
         "File of the run folder cannot be written",
         got=str(error),
         need="room on the disk, and the right to write in the folder",
-        try_="make room and run the same command: it continues from the newest checkpoint",
+        try_="free disk space and run the same command: it continues from the newest checkpoint",
         where=str(path),
     )
 

@@ -33,7 +33,7 @@ def merge(run: Path, out: Path, format_: str) -> None:
             "Output folder is not empty",
             got=str(out),
             need="a new folder: files there might be taken for a part of the model",
-            try_="another --out",
+            try_=f"--out {out}-2",
             where="--out",
         )
     import torch

@@ -98,7 +98,7 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
                 "Host and disk budgets of a fine-tune cannot be typed",
                 got=f"{option} {text}",
                 need="--device-memory alone, which the run's plan.device_memory sets too",
-                try_=f"--device-memory, or {option} with --on for a machine that is not at hand",
+                try_=f"--device-memory, or {option} with --on h200 for another machine",
                 where=option,
             )
     budget = [f"--plan.device_memory={options.device_memory.strip()}"] if options.device_memory else []

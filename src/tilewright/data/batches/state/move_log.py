@@ -227,6 +227,6 @@ def _cannot_write(path: Path, error: OSError) -> DataError:
         "The log of the mixture cannot be written",
         got=str(error),
         need="room on the disk, and the right to write in the folder",
-        try_="make room and run the same command: it continues from the newest checkpoint",
+        try_="free disk space and run the same command: it continues from the newest checkpoint",
         where=str(path),
     )

@@ -176,7 +176,7 @@ def _fetched(remote: Remote, name: str, size: int, digest: str) -> bytes:
             "File of a dataset cannot be read from its address",
             got=str(error),
             need=f"{size} bytes, as the build wrote them",
-            try_="publish the folder of the build again, or the same command later",
+            try_="upload the folder of the build again, or run the same command later",
             where=f"{remote.address}/{name}",
         ) from error
 
@@ -235,6 +235,6 @@ def _refused(remote: Remote, what: str, got: str) -> DataError:
         what,
         got=got,
         need="the folder that `tilewright data build` of this version has filled, with its shards",
-        try_="tilewright data build data.toml --out FOLDER, and publish the folder at the address",
+        try_="tilewright data build data.toml --out FOLDER, and upload the folder to the address",
         where=remote.address,
     )

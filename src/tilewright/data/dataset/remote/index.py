@@ -66,7 +66,7 @@ class ShardIndex:
                 "Index of token shards cannot be read",
                 got=f"{type(error).__name__}: {error}",
                 need=f"format {FORMAT}, as `tilewright data build` writes it",
-                try_="the same `tilewright data build` again, and publish its folder again",
+                try_="the same `tilewright data build` again, and upload its folder again",
                 where=f"{where}/{INDEX}",
             ) from error
 

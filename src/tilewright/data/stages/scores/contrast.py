@@ -189,7 +189,7 @@ def _unsteady(found: Mapping[str, Any], threshold: float) -> DataError:
         where="noise.clean_loss",
         got=f"{found['texts']} clean texts, of which {len(found['calibrate'])} give the threshold",
         need=f"{LEAST_FOR_LOSS}: of fewer, it may lose much more clean text than was asked for",
-        try_=f"more text, a threshold of your own (these give {threshold:.2f}), or allow_weak = true",
+        try_=f"more text, threshold = {threshold:.2f} in [noise] (what these texts give), or allow_weak = true",
     )
 
 
