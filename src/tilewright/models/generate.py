@@ -135,7 +135,7 @@ def continue_rows(
     Args:
         model: a causal language model, on the device of the prompts.
         prompts: int64, each [S] with S >= 1.
-        num_tokens: at most this many new tokens a row.
+        num_tokens: at most this many new tokens per row.
         sampling: how they are drawn.
         is_done: whether a row, by its index and its new tokens so far, has ended.
         generator: a CPU generator; the same seed gives the same tokens.

@@ -34,8 +34,8 @@ class Storage:
     """The dtypes of kept activations.
 
     Args:
-        stream: bytes an element of the residual stream.
-        matmul: bytes an element of what matrix matmuls take and return.
+        stream: bytes per element of the residual stream.
+        matmul: bytes per element of the tensors that matmuls take and return.
         compiled: whether `compile_blocks` was called.
         inputs: what a layer that is recomputed whole keeps of its input.
         tiled: linear layers of the layer, by role (see `role`), that keep no copy of their weight, because they read

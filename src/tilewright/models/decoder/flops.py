@@ -109,7 +109,7 @@ def _inactive_parameters(config: DecoderConfig, layer: int) -> int:
 
 @dataclass(frozen=True)
 class FlopCount:
-    """FLOPs a token of one forward pass.
+    """FLOPs per token of one forward pass.
 
     Args:
         layers: one number per layer: matmuls with weights.

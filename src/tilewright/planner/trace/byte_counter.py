@@ -118,10 +118,10 @@ class TooLong(Exception):
 
 
 class MatmulCounter(TorchDispatchMode):
-    """Counts FLOPs of matrix matmuls and of fused attention's forward pass.
+    """Counts FLOPs of matmuls and of fused attention's forward pass.
 
     Attributes:
-        gemms: (calls, FLOPs) of matrix matmuls, by kind. Attention is not among them.
+        gemms: (calls, FLOPs) of matmuls, by kind. Attention is not among them.
         attention: FLOPs of fused attention's forward pass.
         times: how often each operation counts (`begin_repeated`).
     """
@@ -181,7 +181,7 @@ class LiveBytes(MatmulCounter):
         live, peak: bytes now, and at most.
         landed: of `live`, gradients of parameters that are complete (`watching`).
         passing_peak: most bytes beside complete gradients.
-        moved: bytes read and written by all that is no matrix matmul and no attention, views left out.
+        moved: bytes read and written by all that is no matmul and no attention, views left out.
         fresh: of the bytes that these write, those in storages that they make.
         in_backward: set it while autograd runs backward. It adds gradients up in place; on fake tensors, which are a
             subclass, it makes a new tensor and drops the old one at once.

@@ -70,7 +70,7 @@ class TracedTraffic:
 class TracedFlops:
     """FLOPs of one layer in the forward pass of one micro-batch, and what its experts read in it.
 
-    `gemms`: calls and FLOPs of matrix matmuls, linear layers by their names in the layer. `last_matmuls`: of those at
+    `gemms`: calls and FLOPs of matmuls, linear layers by their names in the layer. `last_matmuls`: of those at
     its end that recomputation does not run again. `mlp_matmuls`: of its token-wise part's. `attention`: fused
     attention, all pairs of positions. `routed`: rows of stacked experts.
     """
@@ -83,7 +83,7 @@ class TracedFlops:
 
     @property
     def matmuls(self) -> float:
-        """FLOPs of all matrix matmuls."""
+        """FLOPs of all matmuls."""
         return flops_of(self.gemms)
 
 

@@ -34,7 +34,7 @@ from tilewright.precision.policy.policy import Policy
 
 MASKED_SHARE = 0.15
 """Share of the tokens that a masked language model predicts."""
-GROUPED_CONVOLUTIONS = "grouped convolutions are priced as matrix matmuls of their size; backward takes them longer"
+GROUPED_CONVOLUTIONS = "grouped convolutions are priced as matmuls of their size; backward takes them longer"
 DOCUMENTS_AS_ROWS = (
     "the model takes no document masks, and how many padded rows a packed row becomes depends on the data"
 )
@@ -64,11 +64,11 @@ class Trace:
     passing: int
     """The same without gradients that are complete: of a micro-batch that adds to gradients that are there."""
     moved: int
-    """Read and written, forward and backward, by all but matrix matmuls and attention."""
+    """Read and written, forward and backward, by all but matmuls and attention."""
     fresh: int
     """Of these, written into new memory."""
     gemms: Mapping[GemmKind, tuple[int, float]]
-    """Calls and FLOPs of forward's matrix matmuls."""
+    """Calls and FLOPs of forward's matmuls."""
     attention: float
     """FLOPs of forward's fused attention, all pairs of positions counted."""
     operations: int

@@ -164,7 +164,7 @@ class Policy:
 
     @property
     def matmul(self) -> str:
-        """Format of matrix matmuls without exceptions, 8-bit ones apart."""
+        """Format of matmuls without exceptions, 8-bit ones apart."""
         if self.mode == "hybrid":
             return "fp16" if self.device_type == "cuda" else "bf16"
         if self.is_fp8:

@@ -26,7 +26,7 @@ def _no_second() -> ConfigError:
 
 
 class NoForwardMode:
-    """A base for an autograd.Function: Jacobian-vector matmuls are refused.
+    """A base for an autograd.Function: Jacobian-vector products are refused.
 
     Not for compiled code: Dynamo (torch 2.13) does not trace a Function that has a `jvp`.
     """
