@@ -52,7 +52,7 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA GPU where there is one."""
     threads: int = Field(default=0, ge=0, le=MOST_THREADS)
-    """CPU threads for torch. 0: one a physical core."""
+    """CPU threads for torch. 0: one per physical core."""
 
 
 class DataSection(Section):
@@ -62,7 +62,7 @@ class DataSection(Section):
     source: str = "installed"
     """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
     .parquet, a Hugging Face dataset on disk or as `hf://org/name`, or (image_classification) a folder with one
-    sub-folder a class; the folder that `tilewright data build` filled, or its address, `s3://bucket/folder`."""
+    sub-folder per class; the folder that `tilewright data build` filled, or its address, `s3://bucket/folder`."""
     format: Literal["text", "chat", "preferences"] = "text"
     """Content of rows. `chat`: conversations, rendered by a chat template, of which only the assistant's answers are
     learned. A row is recognised by its fields: `messages`, ShareGPT's `conversations`, Alpaca's `instruction` and
@@ -164,9 +164,9 @@ class LoraSection(Section):
     rank: Count = Field(default=0, ge=0)
     """Width of the adapters. 0: none, the whole model is trained."""
     alpha: float = Field(default=32.0, gt=0)
-    """Adapters count `alpha / rank`."""
+    """An adapter's output is multiplied by `alpha / rank`."""
     rslora: bool = False
-    """Adapters count `alpha / sqrt(rank)`, so that their rate does not fall with their width."""
+    """An adapter's output is multiplied by `alpha / sqrt(rank)`, so that its rate does not fall with its width."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are zero in training."""
     targets: tuple[str, ...] = ("*",)
@@ -185,8 +185,8 @@ class TrainSection(Section):
     keeps_numbers = ("minutes", "log_interval", "eval_interval", "eval_batches", "eval_part_batches", "sample_tokens")
 
     steps: Count = Field(default=400, ge=0)
-    """Optimizer steps. 0: as many as fit into `minutes`. Where a file gives both, these count; of two sources, such as
-    recipe and command line, the one that goes before the other."""
+    """Optimizer steps. 0: as many as fit into `minutes`. Where one file gives both, `steps` counts. Where two sources
+    give one each, such as recipe and command line, the one that takes precedence counts."""
     minutes: float = Field(default=0.0, ge=0, le=525_600, allow_inf_nan=False)
     """How long to train, first compilation and evaluations on the way included; preparation of data, and what follows
     the last step, are not. The first steps are timed and thrown away; then the number of steps is fixed and written to
@@ -211,8 +211,8 @@ class TrainSection(Section):
     eval_batches: Count = Field(default=4, ge=1)
     """Micro-batches evaluated per domain."""
     eval_part_batches: Count = Field(default=0, ge=0)
-    """Of these, so many per domain in evaluations on the way, the same ones each time; the last evaluation, and that of
-    loaded weights, takes all. 0: all each time."""
+    """Number of `eval_batches` per domain that evaluations on the way take, the same ones each time; the last
+    evaluation, and that of loaded weights, takes all. 0: all each time."""
     dpo_beta: float = Field(default=0.1, gt=0)
     """preferences: how strongly the model is held to the one that training began with; small: loosely."""
     sample_tokens: Count = Field(default=64, ge=0)
@@ -303,7 +303,7 @@ class LogSection(Section):
     keeps_numbers = ("sinks", "report")
 
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """In addition to metrics.jsonl, which is always written."""
+    """Where metrics go in addition to metrics.jsonl, which is always written."""
     report: bool = True
     """Write report.html at the end."""
 

@@ -128,7 +128,7 @@ class StepCut(Protocol):
     """Of a step over all ranks, in rows or tokens."""
 
     def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Weights of the mixture of samples where a user wants these."""
+        """The weights by which this cut of steps mixes samples of domains, where a user sets them."""
         ...
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:

@@ -30,8 +30,8 @@ class MixingSection(Section):
     interval: Count = Field(default=50, ge=1)
     """Steps between evaluations that the policy is shown, apart from `train.eval_interval`."""
     eval_batches: Count = Field(default=1, ge=1)
-    """Held-out batches of each domain in such an evaluation. The next one takes the next ones, and so on around; with
-    `aioli` the next round does."""
+    """Held-out batches of each domain in such an evaluation. Each evaluation takes the next ones, and after the last
+    batch the first ones again; with `aioli` each round does."""
     lowest: float = Field(default=0.0, ge=0, le=1)
     """Smallest share of a domain."""
     highest: float = Field(default=1.0, gt=0, le=1)
@@ -74,11 +74,11 @@ class StreamingSection(Section):
     window: Count = Field(default=8, ge=1)
     """Shards of a domain whose rows are shuffled together. Order is a pure function of it and of `run.seed`."""
     cache_bytes: Bytes = Field(default=4 << 30, ge=1)
-    """Of shards that are kept in `data.cache_dir`, at most: one window of each domain at least, two and more to read
-    ahead. Runs on one machine share them."""
+    """Limit of the shards that are kept in `data.cache_dir`: room for one window of each domain at least, for two and
+    more to read ahead. Runs on one machine share them."""
     retries: Count = Field(default=5, ge=0)
     """Times that a read is tried again before its source counts as away."""
     backoff_s: float = Field(default=0.5, ge=0, le=3600)
-    """Seconds before the first of them; before each next one twice as many, at most 30."""
+    """Seconds before a read is tried again for the first time; before each next try twice as many, at most 30."""
     return_s: float = Field(default=60.0, ge=0, le=1e6)
     """Seconds after which a source that is away is tried again."""

@@ -21,8 +21,8 @@ class DistillSection(Section):
     weight: float = Field(default=0.5, gt=0, le=1)
     """Share of the teacher in the loss: (1 - weight) cross-entropy + weight divergence. 1: the teacher alone."""
     divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "forward_kl"
-    """Between the two distributions. `forward_kl`: the student covers all that its teacher finds likely; `reverse_kl`:
-    it stays where the teacher is; `jensen_shannon`: the mean of both against their middle."""
+    """Divergence of the two distributions. `forward_kl`: the student covers all that its teacher finds likely;
+    `reverse_kl`: it stays where the teacher is; `jensen_shannon`: the mean of both against their middle."""
     cache: str = ""
     """Folder that keeps some tokens of the teacher for each row of data, at most 200 bytes per token. A row that is
     there costs no forward pass of the teacher, in whatever order or run it comes. Empty: none, and whole distributions
@@ -38,10 +38,10 @@ class DistillSection(Section):
     """Layers whose attention learns what the attention of layers of the teacher gives out, before it is added to the
     residual stream, in the same way. Empty: none."""
     hidden_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Factor of their loss, which is added: squared distance over the teacher's squared length, the mean of all
-    pairs."""
+    """Factor of the loss of the pairs of `hidden`, which is added: squared distance over the teacher's squared length,
+    the mean of all pairs."""
     attention_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """The same for the pairs of `attention`."""
+    """Factor of the loss of the pairs of `attention`, which is added in the same way."""
     hidden_projection: Literal["learned", "none"] = "learned"
     """`learned`: a matrix of each pair, of `hidden` and of `attention`, brings the run's values to the teacher's width;
     it is in checkpoints and in no exported folder. `none`: values are compared as they are; both widths must be the

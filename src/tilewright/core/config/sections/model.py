@@ -116,11 +116,11 @@ class ModelSection(Section):
     kv_lora_rank: Count = Field(default=64, ge=1)
     """MLA: rank of the key/value compression."""
     qk_nope_head_dim: Count = Field(default=32, ge=1)
-    """MLA: query/key width a head without position."""
+    """MLA: query/key width per head, without position."""
     qk_rope_head_dim: Count = Field(default=16, ge=2)
-    """MLA: query/key width a head that carries the rotary position."""
+    """MLA: query/key width per head that carries the rotary position."""
     v_head_dim: Count = Field(default=32, ge=1)
-    """MLA: value width a head."""
+    """MLA: value width per head."""
     num_experts: Count = Field(default=0, ge=0)
     """Routed experts. 0: dense."""
     num_experts_per_token: Count = Field(default=2, ge=1)

@@ -72,7 +72,7 @@ class PrecisionSection(Section):
     start_mode: Mode | None = None
     """Mode for the first `start_fraction` of the steps, for example tf32 before bf16_mixed."""
     start_fraction: float = Field(default=0.2, gt=0, lt=1)
-    """Read where `start_mode` is set."""
+    """Share of the steps that run in `start_mode`, where that is set."""
     rules: tuple[PrecisionRule, ...] = ()
     """Per-layer and per-op exceptions to the mode, later ones win."""
     fp32_ops: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class PrecisionSection(Section):
     fp8_until: float = Field(default=1.0, gt=0, le=1)
     """Share of the steps after which 8 bits give way to BF16. 1: never."""
     fp8_after: Literal["all", "fprop"] = "all"
-    """Matmuls that take BF16 then: all, or the forward one alone."""
+    """Matmuls that take BF16 after `fp8_until`: all, or the forward one alone."""
     controller: ControllerSection = ControllerSection()
     lr_noise_damping: float = Field(default=0.0, ge=0)
     """Multiply the learning rate by 1 / (1 + lr_noise_damping * noise), where noise is the mean noise over signal of
