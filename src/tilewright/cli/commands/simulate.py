@@ -98,7 +98,7 @@ _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
 @click.option(
     "--checkpoint-every", default="15m", show_default=True, metavar="TIME", help="Steps from checkpoint to checkpoint."
 )
-@click.option("--checkpoint-stall", default="0", metavar="TIME", help="What a checkpoint stops the steps for.")
+@click.option("--checkpoint-stall", default="0", metavar="TIME", help="Time for which a checkpoint stops the steps.")
 @click.option(
     "--recover", default="15m", show_default=True, metavar="TIME", help="From a failure to the first step again."
 )

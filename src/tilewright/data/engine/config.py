@@ -104,13 +104,13 @@ class RulesSection(Section):
     min_language_score: Share = None
     """Least probability of the language that was found."""
     min_chars: Number = None
-    """Least characters."""
+    """Least number of characters."""
     max_chars: Number = None
-    """Most characters."""
+    """Greatest number of characters."""
     min_words: Number = None
-    """Least words (Gopher: 50)."""
+    """Least number of words (Gopher: 50)."""
     max_words: Number = None
-    """Most words (Gopher: 100000)."""
+    """Greatest number of words (Gopher: 100000)."""
     min_mean_word_chars: Annotated[float, Field(ge=0)] | None = None
     """Least mean length of a word (Gopher: 3)."""
     max_mean_word_chars: Annotated[float, Field(ge=0)] | None = None
@@ -136,13 +136,13 @@ class RulesSection(Section):
     max_top_2gram_chars: Share = None
     """Greatest share of characters in the most frequent pair of words (Gopher: 0.2)."""
     max_top_3gram_chars: Share = None
-    """The same of three words (Gopher: 0.18)."""
+    """Greatest share of characters in the most frequent three words in a row (Gopher: 0.18)."""
     max_top_4gram_chars: Share = None
-    """The same of four words (Gopher: 0.16)."""
+    """Greatest share of characters in the most frequent four words in a row (Gopher: 0.16)."""
     max_duplicate_5gram_chars: Share = None
     """Greatest share of characters in runs of five words that occurred before (Gopher: 0.15)."""
     max_duplicate_10gram_chars: Share = None
-    """The same of ten words (Gopher: 0.1)."""
+    """Greatest share of characters in runs of ten words that occurred before (Gopher: 0.1)."""
     min_punctuated_lines: Share = None
     """Least share of lines that end with a mark of punctuation (FineWeb: 0.12, after C4)."""
     max_short_lines: Share = None

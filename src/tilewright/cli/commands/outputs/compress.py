@@ -44,7 +44,7 @@ PAGE = "compress.html"
     show_default=True,
     help="Which units stay.",
 )
-@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Of recovery, and of controls.")
+@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Training steps of recovery, and of controls.")
 @click.option("--tries", type=click.IntRange(1), default=3, show_default=True, help="Cuts that are recovered at most.")
 @click.option(
     "--goal", type=click.Choice(["bytes", "latency"]), default="bytes", show_default=True, help="What is made small."
@@ -78,13 +78,15 @@ def compress(
     """Cut, recover and export a run or a model inside a loss budget, with controls.
 
     RUN is a run folder or its name below `runs`; without it `runs/latest`. Or a folder of Hugging Face's layout, or a
-    model of the hub, org/name: `--data.source FOLDER` and other settings say what it learns from, and how. Each cut is
-    measured alone; sets of cuts that could be within the budget are made and trained with the run as their teacher, by
-    halves: a larger one where the loss is inside, over the run and over the run with as many more steps, else a smaller
-    one. The largest inside is kept.
+    model of the hub, org/name: `--data.source FOLDER` and other settings say what it learns from, and how.
+
+    Each cut is measured alone. Sets of cuts that could be within the budget are then tried by bisection: each is made,
+    and trained with the run as its teacher; a larger one follows where the loss is within the budget, over the run and
+    over the run with as many more steps, and a smaller one where it is not. The largest within the budget is kept.
     Artefacts are proven in their runtimes, and what they round away counts too. Each stage is a run folder below OUT;
-    the same command continues where it was stopped. Exits with 3 where the budget is not reached. Of a run that
-    classifies images the budget is in percentage points of held-out images, and recovery has no teacher.
+    the same command continues where it was stopped. Exits with 3 where the budget is not reached.
+
+    Of a run that classifies images the budget is in percentage points of held-out images, and recovery has no teacher.
     """
     from tilewright.compress.budget.settings import DEFAULTS, CompressSettings
 
