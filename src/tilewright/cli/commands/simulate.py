@@ -19,7 +19,7 @@ _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
 
 @click.command()
 @click.option("--pp", default=8, show_default=True, type=click.IntRange(1), help="Ranks in a row of the pipeline.")
-@click.option("--dp", default=4, show_default=True, type=click.IntRange(1), help="Rows, which read other documents.")
+@click.option("--dp", default=4, show_default=True, type=click.IntRange(1), help="Rows, each with its own documents.")
 @click.option(
     "--microbatches", default=32, show_default=True, type=click.IntRange(1), help="Micro-batches per row and step."
 )

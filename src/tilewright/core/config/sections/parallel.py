@@ -33,8 +33,8 @@ class ParallelSection(Section):
     keeps_numbers = ("reshard_after_forward", "param_gather", "timeout_minutes")
 
     pp: Count = Field(default=1, ge=1)
-    """Processes in a row, each of which holds other layers of a copy (a pipeline); they read the same rows. The first
-    has the embedding, the last the head and the loss. Takes torch 2.13."""
+    """Processes in a row, each of which holds different layers of a copy (a pipeline); they read the same rows. The
+    first has the embedding, the last the head and the loss. Takes torch 2.13."""
     schedule: ScheduleName = "1f1b"
     """Stages: in what order forward and backward passes of micro-batches run. `1f1b`: as few micro-batches under way as
     stages; takes at least as many. `gpipe`: all forward passes, then all backward passes; takes any number.
@@ -71,7 +71,7 @@ class ParallelSection(Section):
     """Matrices that are cut: each process has some positions of the residual stream between attention and MLP, where it
     computes norms and sums and keeps what backward reads. False: all of it, for fewer and larger messages."""
     ep: Count = Field(default=1, ge=1)
-    """Processes that each hold other experts of a mixture, and send the rows of tokens to each other. Divides
+    """Processes that each hold different experts of a mixture, and send the rows of tokens to each other. Divides
     `dp_shard x tp` and the number of experts; each expert is sharded over the `dp_shard x tp / ep` processes that hold
     it. Takes torch 2.13."""
     dispatch: DispatchName = "stream"

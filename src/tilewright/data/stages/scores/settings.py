@@ -56,9 +56,9 @@ class NoiseSection(Section):
     domains: tuple[str, ...] = ()
     """Score records of these domains; others stay. Empty: all."""
     clean_loss: float = Field(default=0.01, gt=0, lt=0.5)
-    """Share of clean text that may be lost: the threshold is the contrast that this share of held-out text exceeds. Of
-    "corpus", which holds noise itself, what a normal distribution of its median and lower quartile would. Needs 300
-    clean texts."""
+    """Share of clean text that may be lost: the threshold is the contrast that this share of held-out text exceeds.
+    With "corpus", which holds noise itself, that which this share of a normal distribution with its median and lower
+    quartile exceeds. Needs 300 clean texts."""
     threshold: float | None = None
     """Drop records with a greater contrast, in bits per byte, in place of `clean_loss`."""
     order: int = Field(default=5, ge=2, le=8)
