@@ -105,7 +105,7 @@ def test_a_conversation_at_a_terminal_goes_on(model, tmp_path):
         (b"hello \xff", b"not valid Unicode"),
     ):
         os.write(end, said[:4000] + b"\n")
-        assert answer in read_until(end, b"goes on without this message.\r\n> ").replace(b"\r\n", b"\n"), said[:9]
+        assert answer in read_until(end, b"continues without this message.\r\n> ").replace(b"\r\n", b"\n"), said[:9]
     os.write(end, b"hello\n")
     read_until(end, b"hello\r\n")
     os.read(end, 1)  # the answer has begun

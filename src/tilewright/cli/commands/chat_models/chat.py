@@ -89,7 +89,7 @@ def _answer(talk: "_Talk", line: str, interactive: bool) -> None:
         if not interactive:
             raise
         print_error(error)
-        say("The conversation goes on without this message.", error=True)
+        say("The conversation continues without this message.", error=True)
 
 
 def _lines(interactive: bool) -> Iterator[str]:

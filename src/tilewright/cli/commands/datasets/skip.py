@@ -27,4 +27,4 @@ def skip_data(ctx: click.Context, run: str, steps: str) -> None:
 
     folder = find_run(run)
     start, stop = skip_steps(folder, int(found[1]), int(found[2]))
-    echo(f"{folder}: samples {start:,} to {stop - 1:,} are left out when the run goes on")
+    echo(f"{folder}: samples {start:,} to {stop - 1:,} are left out when the run continues")
