@@ -119,7 +119,7 @@ def _show(name: str, found: "Sequence[Way]", notes: Sequence[str]) -> None:
     echo(
         f"\nThe data is not read: rows of {recipe.data.seq_len} tokens, {rows_at_once} of them per step. "
         f"--data.seq_len and --train.global_batch_size change that; with fewer than {10 * rows_at_once} rows of "
-        "data finetune takes fewer per step."
+        "data, finetune takes fewer per step."
     )
     for note in notes:
         echo(f"note: {note}")
