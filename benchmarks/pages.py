@@ -48,7 +48,7 @@ HEADLINES = (
     ("quality_fp8_tile", "Held-out loss of `fp8_tile` against BF16"),
     ("dpaa", "Held-out loss with the precision controller, on a model where static FP8 fails"),
     ("export_int8_over_compiled_bf16__1_tokens", "ONNX INT8 export against compiled BF16, one token"),
-    ("export_fp32_in_the_runtime_over_compiled_bf16__1_tokens", "the same runtime in FP32 against compiled BF16, one token"),
+    ("export_fp32_in_the_runtime_over_compiled_bf16__1_tokens", "its runtime in FP32 against compiled BF16, one token"),
     ("export_gguf_f16_over_compiled_bf16__1_tokens", "GGUF F16 export against compiled BF16, one token"),
     (
         "export_4_bits__worst_domain_s_loss__over_that_of_as_many_unrounded_steps__percent",

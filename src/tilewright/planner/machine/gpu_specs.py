@@ -138,8 +138,7 @@ def find_published(name: str) -> GpuSpec:
             "Unknown machine name",
             got=f"--on {name}",
             need=f"one of {', '.join(TABLE)}",
-            try_=" or ".join(f"--on {one}" for one in near)
-            or "tilewright plan without --on, which takes this machine",
+            try_=" or ".join(f"--on {one}" for one in near) or "tilewright plan without --on, which takes this machine",
             where="--on",
         )
     return TABLE[name.lower()]

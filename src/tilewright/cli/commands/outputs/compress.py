@@ -44,7 +44,9 @@ PAGE = "compress.html"
     show_default=True,
     help="Which units stay.",
 )
-@click.option("--steps", type=click.IntRange(1), default=200, show_default=True, help="Training steps of recovery, and of controls.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=200, show_default=True, help="Steps of recovery, and of controls."
+)
 @click.option("--tries", type=click.IntRange(1), default=3, show_default=True, help="Cuts that are recovered at most.")
 @click.option(
     "--goal", type=click.Choice(["bytes", "latency"]), default="bytes", show_default=True, help="What is made small."

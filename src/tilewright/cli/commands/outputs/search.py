@@ -32,10 +32,10 @@ PAGE = "search.html"
     show_default=True,
     help="Shares of the run's token, prefill, flops, parameters, cache: token=85%,cache=50%.",
 )
-@click.option("--kinds", default="ffn,heads,groups,window,linear,none", show_default=True, help="Kinds of replacements.")
-@click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="Rows of text that replacements are trained on.")
-@click.option("--block-steps", type=click.IntRange(0), default=100, show_default=True, help="Training steps of each replacement.")
-@click.option("--steps", type=click.IntRange(0), default=0, help="Training steps of each of the best shapes. 0: a quarter of RUN's.")
+@click.option("--kinds", default="ffn,heads,groups,window,linear,none", show_default=True, help="Kinds of replacement.")
+@click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="Rows of text for replacements.")
+@click.option("--block-steps", type=click.IntRange(0), default=100, show_default=True, help="Steps per replacement.")
+@click.option("--steps", type=click.IntRange(0), default=0, help="Steps per best shape. 0: a quarter of RUN's.")
 @click.option("--candidates", type=click.IntRange(1), default=3, show_default=True, help="Shapes that are trained.")
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Tokens before a cached one.")
 @click.option("--no-uniform", is_flag=True, help="Do not train the best shape whose layers are alike.")
