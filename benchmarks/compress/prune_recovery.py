@@ -5,22 +5,23 @@ the same further steps.
 Rises are of the held-out loss in FP32, relative, on the same rows, with the standard error of their differences: over
 the run as it is, and over the run with as many more steps. Recovery learns from 32 tokens of the teacher on disk; of
 half of both also from whole distributions, and from these with hidden values of all layers. The file is written after
-each seed; the same command continues in its folder, which may be that of `prune_importance`. `--run` takes a run that
-is there as the only teacher, and writes another file.
+each seed; the same command continues in its folder, which may be that of `prune_importance`. `--runs` takes runs that
+are there as the teachers, and writes another file, in which a run has its seed as its name.
 
-python -m benchmarks.compress.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3] [--run RUN]
-    [--only "ffn and heads -25 %"]
+python -m benchmarks.compress.prune_recovery --work FOLDER [--teacher-steps 200] [--steps 60] [--seeds 3]
+    [--runs RUN ...] [--only "ffn and heads -25 %" ...] [--without "from random weights" ...]
 """
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_result
 from benchmarks.compress.prune_stages import SHAPE, Study
-from tilewright.compress.budget.measure import parameters, row_losses_of
+from tilewright.cli.load_run import open_to_export
+from tilewright.compress.budget.measure import RowLosses, parameters, row_losses_of
 from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.prune import prune
 
@@ -32,29 +33,41 @@ LIVE = 0.5
 """The share of both kinds that is recovered from the whole distributions of the teacher, too."""
 
 
-def of_cut(study: Study, kinds: tuple[Kind, ...], share: float) -> dict[str, Any]:
-    """Rises of a cut and of each way of recovery; of both kinds also of the shape from random weights."""
+def of_cut(study: Study, kinds: tuple[Kind, ...], share: float, without: Sequence[str] = ()) -> dict[str, Any]:
+    """Rises of a cut and of each way of recovery; of both kinds also of the shape from random weights.
+
+    Args:
+        study: the teacher.
+        kinds: of units that are cut.
+        share: of them.
+        without: ways of recovery that are left out.
+    """
     made = prune(study.source.model, dict.fromkeys(kinds, share), batches=study.seen, refit=True).model
     found: dict[str, Any] = {"parameters": [parameters(study.source.model), parameters(made)]}
     found["before"] = study.rises(row_losses_of(made, study.batches))
     prefix = "both-" if kinds == BOTH else ""
-    cached = study.trained(f"{prefix}with-{share:g}", made, taught=True)
-    found["with teacher"] = study.rises(cached)
-    found["without teacher"] = study.rises(study.trained(f"{prefix}without-{share:g}", made, taught=False))
+    ways: dict[str, Callable[[], RowLosses]] = {
+        "with teacher": lambda: study.trained(f"{prefix}with-{share:g}", made, taught=True),
+        "without teacher": lambda: study.trained(f"{prefix}without-{share:g}", made, taught=False),
+    }
     if kinds == BOTH:
-        found["from random weights"] = study.rises(study.from_random(f"{prefix}scratch-{share:g}", made))
+        ways["from random weights"] = lambda: study.from_random(f"{prefix}scratch-{share:g}", made)
     if kinds == BOTH and share == LIVE:
-        live = study.trained(f"{prefix}live-{share:g}", made, taught=True, cached=False)
-        hidden = study.trained(f"{prefix}hidden-{share:g}", made, taught=True, cached=False, hidden=True)
-        found["with hidden values"] = study.rises(hidden)
-        found["with whole distributions"] = study.rises(live)
-    return found
+        ways["with hidden values"] = lambda: study.trained(
+            f"{prefix}hidden-{share:g}", made, taught=True, cached=False, hidden=True
+        )
+        ways["with whole distributions"] = lambda: study.trained(
+            f"{prefix}live-{share:g}", made, taught=True, cached=False
+        )
+    return found | {way: study.rises(trained()) for way, trained in ways.items() if way not in without}
 
 
 def studies(args: argparse.Namespace) -> Iterator[tuple[str, Study]]:
-    """By seed, or the one of a run that is there."""
-    if args.run is not None:
-        yield args.run.resolve().name, Study(args.work / "run", args.steps, args.run)
+    """By seed, of runs that are there or of small ones."""
+    for run in args.runs:
+        seed = open_to_export(run).recipe.run.seed
+        yield str(seed), Study(args.work / f"run-{seed}", args.steps, run)
+    if args.runs:
         return
     for seed in range(args.seeds):
         yield str(seed), Study.of_text(args.work, seed, args.teacher_steps, args.steps)
@@ -67,22 +80,23 @@ def main() -> None:
     parser.add_argument("--teacher-steps", type=int, default=200)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--run", type=Path, help="the teacher, instead of small ones")
-    parser.add_argument("--only", help="one cut, such as 'ffn and heads -25 %%'")
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], help="the teachers, instead of small ones")
+    parser.add_argument("--only", nargs="+", default=[], help="cuts, such as 'ffn and heads -25 %%'")
+    parser.add_argument("--without", nargs="+", default=[], help="ways of recovery, such as 'from random weights'")
     args = parser.parse_args()
     facts: dict[str, Any] = {"steps": args.steps}
-    if args.run is None:
+    if not args.runs:
         facts |= {"teacher_steps": args.teacher_steps, "shape": {name: str(value) for name, value in SHAPE.items()}}
     seeds: dict[str, Any] = {}
     for seed, study in studies(args):
         seeds[seed] = {"teacher": study.case("teacher", study.facts)}
         for kinds, share in itertools.product(KINDS, SHARES):
             name = f"{' and '.join(kinds)} -{100 * share:g} %"
-            if args.only in (None, name):
+            if not args.only or name in args.only:
                 seeds[seed][name] = study.case(
-                    name, lambda kinds=kinds, share=share, study=study: of_cut(study, kinds, share)
+                    name, lambda kinds=kinds, share=share, study=study: of_cut(study, kinds, share, args.without)
                 )
-        write_result("prune_recovery" if args.run is None else "prune_recovery_run", CLAIM, facts | {"seeds": seeds})
+        write_result("prune_recovery_run" if args.runs else "prune_recovery", CLAIM, facts | {"seeds": seeds})
 
 
 if __name__ == "__main__":
