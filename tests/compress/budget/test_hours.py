@@ -85,12 +85,11 @@ def source_of(run, recipe=RECIPE):
     return SimpleNamespace(run=run, recipe=recipe, model=Doubled())
 
 
-def run_folder(folder, lines, device=None):
-    """A run with these rows."""
+def run_folder(folder, lines, **other):
+    """A run with these rows, on this machine but for what was other there."""
     folder.mkdir()
     (folder / "run.toml").write_text("[train]\nglobal_batch_size = 8\nmicro_batch_size = 4\n")
-    device = device or detect_machine("cpu").device_name
-    (folder / "machine.json").write_text(json.dumps({"device_name": device}))
+    (folder / "machine.json").write_text(json.dumps(detect_machine("cpu").to_json() | other))
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return folder
 
@@ -107,11 +106,19 @@ def test_steps_of_the_run_are_those_of_its_stages(tmp_path):
     assert not source.model.passes
 
 
-@pytest.mark.parametrize("why", ["no run", "no steps", "another machine", "other settings"])
+ELSEWHERE = {
+    "another CPU": {"device_name": "another"},
+    "other instructions": {"cpu_features": ["avx2", "fma"]},
+    "other cores": {"physical_cores": 64},
+    "a share of a core": {"core_share": 0.25},
+}
+
+
+@pytest.mark.parametrize("why", ["no run", "no steps", "other settings", *ELSEWHERE])
 def test_steps_are_measured_where_the_run_says_nothing_of_them(why, tmp_path):
     """Passes of a micro-batch of 4 rows, twice for a step of 8; no gradient stays."""
     lines = [] if why == "no steps" else ROWS
-    run = run_folder(tmp_path / "run", lines, "another" if why == "another machine" else None)
+    run = run_folder(tmp_path / "run", lines, **ELSEWHERE.get(why, {}))
     source = source_of(tmp_path if why == "no run" else run)
     if why == "other settings":
         source.recipe = changed(RECIPE, {"train.global_batch_size": 16})

@@ -31,6 +31,8 @@ from tilewright.training.runlog.recorded import read
 MEASURING = "sensitivities"
 """The stage that a dry run has, too."""
 EXPORTS = "exports"
+_PACE = ("device_name", "cpu_features", "core_share", "physical_cores")
+"""Facts of a machine that its pace follows: the run may have had other instructions or other cores."""
 _RECENT = 50
 """Last steps of a run, whose median counts."""
 _FORWARD = 1 / 3
@@ -81,8 +83,8 @@ def _recorded(source: ExportSource) -> list[float]:
         return []
     then = load_recipe(files[0], environ={}).recipe
     same = all(getattr(then, name) == getattr(source.recipe, name) for name in ("train", "data", "precision"))
-    machine = read(files[1])
-    if not same or not isinstance(machine, dict) or machine.get("device_name") != detect_machine("cpu").device_name:
+    machine, here = read(files[1]), detect_machine("cpu").to_json()
+    if not same or not isinstance(machine, dict) or any(machine.get(name) != here[name] for name in _PACE):
         return []
     return list(_step_seconds(files[2]))
 
