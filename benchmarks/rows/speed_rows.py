@@ -1,6 +1,6 @@
 """Rows of docs/benchmarks.md on speed and memory. See `benchmarks.rows.claims`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from benchmarks.rows.claim_rows import GIB, Claim, Result, Row, of, row
 
@@ -15,6 +15,14 @@ OPS = {
     "attention over packed documents, forward and backward": "attention 8x8x512x64 bf16, packed documents",
     "cross-entropy with its GEMMs, forward and backward": "loss 4096x512x16384 bf16",
 }
+LEAST_SHARE = {"avx2": 0.75, "avx512": 0.65, "amx": 0.5}
+"""Of the rate of a class of CPU."""
+SPEEDS = {
+    "eager over compiled": (0.7, "our decoder of 47M parameters, eager against compiled"),
+    "llama over ours, compiled": (0.85, "transformers' Llama of 47M parameters against our decoder, compiled"),
+    "llama over ours, eager": (0.9, "the same, eager"),
+}
+"""The least of each ratio, and what it is of."""
 LOW_BIT = "tilewright 8bit moments, stochastic bf16 weights"
 
 
@@ -33,10 +41,25 @@ def speed() -> Iterator[Row]:
         "adam", "AdamW step per parameter, 8-bit moments, stochastic rounding", "at most 10 ns",
         f"speed/1 threads/{LOW_BIT}/wall", "{:.1f} ns",
     ))  # fmt: skip
+    yield from of("step_share_*", _shares)
     yield from of("ops_*", *(
         Claim(f"{{result}}_{text}", f"speed of {text}, against torch's own", "at least 1x", f"{case}/speedup")
         for text, case in OPS.items()
     ))  # fmt: skip
+
+
+def _shares(result: Result) -> Iterator[Row]:
+    least = LEAST_SHARE[result.name.removeprefix("step_share_")]
+    cases = {name: found for name, found in result.results.items() if isinstance(found, Mapping)}
+    for size in ("47m", "209m"):
+        share = cases[f"{size} ours compiled"]["matmuls"]["share"]
+        metric = f"share of its matmuls' rate that a compiled step reaches, decoder of {size.upper()} parameters"
+        yield row(result, f"{result.name}_{size}", metric, f"at least {least}", share, "{:.2f}")
+    for name, (target, text) in SPEEDS.items():
+        yield row(result, f"{result.name}_{name}", f"tokens/s of {text}", f"at least {target}x", result.results[name])
+    name, found = min(cases.items(), key=lambda case: case[1]["explained"])
+    metric = f"share of a step whose owner is named, least of {len(cases)} cases ({name})"
+    yield row(result, f"{result.name}_owners", metric, "at least 90 %", 100 * found["explained"], "{:.0f} %")
 
 
 def _cast(result: Result) -> Iterator[Row]:
