@@ -1,4 +1,5 @@
-"""The consumer tilewright itself: the model in this process, in FP32 or BF16, eager or compiled.
+"""The consumer tilewright itself: the model in this process, in FP32 or BF16, eager or compiled. Eager, it answers one
+cached token as `tilewright generate` does (`precision.mixed.rows`).
 
 It proves folders that a run loads (`fp8`), and it is the baseline of every other row.
 
@@ -15,7 +16,9 @@ import torch
 
 from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request, serve
 from tilewright.core.config.sections.model import ModelSection
+from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model
+from tilewright.precision.mixed import rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -39,6 +42,8 @@ class TorchModel(ConsumerSession):
         self.causal = section.task == "causal_lm"
         if options["compile"]:
             self.model.compile_blocks()
+        else:
+            rows.attach(self.model, detect_machine("cpu"))
         version = importlib.metadata.version("torch")
         self.runtime = f"torch {version}, {options['dtype'].upper()} {'compiled' if options['compile'] else 'eager'}"
 
