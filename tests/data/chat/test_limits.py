@@ -14,7 +14,13 @@ from tilewright.core.errors import DataError
 from tilewright.data.chat import sandbox
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.load import CHATML
-from tilewright.data.chat.sandbox import LimitedTemplate, TemplateError, TemplateLimitError, compile_template
+from tilewright.data.chat.sandbox import (
+    LimitedTemplate,
+    TemplateError,
+    TemplateLimitError,
+    TextsWanted,
+    compile_template,
+)
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 
@@ -126,15 +132,16 @@ def test_a_published_template_renders_the_same_inside_and_outside_of_the_process
         expected = compile_template(source, mark).render(**given)
         assert LimitedTemplate(source).render(given, mark) == expected
     cuts = [{"messages": n, "add_generation_prompt": n < 2, "mark": False} for n in (1, 2)]
-    together = LimitedTemplate(source).render_all(given, cuts)
+    [together] = LimitedTemplate(source).render_all([TextsWanted(given, cuts)])
     changed = [given | {"messages": TALK[:n], "add_generation_prompt": n < 2} for n in (1, 2)]
-    assert together == [compile_template(source).render(**one) for one in changed]
+    assert together.found == [compile_template(source).render(**one) for one in changed]
 
 
 def test_of_several_texts_in_one_request_each_raises_for_itself():
     template = LimitedTemplate("{{ 1 / (messages | length - 1) }}")
     cuts = [{"messages": n, "mark": False} for n in (0, 1, 2)]
-    first, second, third = template.render_all({"messages": TALK}, cuts)
+    [rendered] = template.render_all([TextsWanted({"messages": TALK}, cuts)])
+    first, second, third = rendered.found
     assert (first, third) == ("-1.0", "1.0")
     assert isinstance(second, TemplateError)
     assert "ZeroDivisionError" in str(second)
@@ -145,10 +152,12 @@ def test_what_was_rendered_ahead_is_what_is_rendered(name, tmp_path):
     folder = make_folder(tmp_path, name)
     chats = [ChatTemplate.load(str(folder), load_tokenizer(folder)) for _ in range(2)]
     talk = [*TALK, {"role": "user", "content": "hello <|im_end|>"}, {"role": "assistant", "content": "you", "x": None}]
-    chats[0].ahead(talk, [(n, prompt) for n in range(1, 5) for prompt in (False, True)])
+    wanted = chats[0].wanted(talk, [(n, prompt) for n in range(1, 5) for prompt in (False, True)])
+    known = chats[0].ahead([chats[0].wanted(TALK[:1], [(1, True)]), wanted])
     for messages in (talk, TALK, talk[:3], [*talk[:3], TALK[1]], [{"role": "user", "content": "other"}]):
         for prompt in (False, True):
-            ours, theirs = (_or_reason(chat.marked, messages, prompt, answers=True) for chat in chats)
+            with chats[0].knowing(known):
+                ours, theirs = (_or_reason(chat.marked, messages, prompt, answers=True) for chat in chats)
             assert ours == theirs
 
 

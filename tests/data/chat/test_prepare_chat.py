@@ -358,3 +358,18 @@ def test_fields_that_a_table_fills_up_are_not_there(tmp_path, kind):
     assert table.summary["read"]["documents"] == plain.summary["read"]["documents"]
     for name in ("tokens", "trained_tokens"):
         assert table.summary[name] == plain.summary[name]
+
+
+def test_rows_of_brackets_in_brackets_are_set_aside(model, tmp_path):
+    """What JSON can hold and a recursive walk cannot."""
+    nested: list = []
+    talks = [{"messages": talk(i)} for i in range(20)]
+    for depth in range(900):
+        nested = [nested]
+        if depth % 150 == 149:
+            talks.append({"messages": talk(depth), "chat_template_kwargs": {"x": nested}})
+    prepared = chat(write(tmp_path / "a.jsonl", talks), model, tmp_path)
+    read = prepared.summary["read"]["documents"]
+    assert read["found"] == 26
+    assert read["used"] + read["refused"] == 26
+    assert 1 <= read["refused"] <= 5

@@ -10,6 +10,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -47,6 +49,47 @@ class TemplateLimitError(Exception):
     """A template that takes more time or memory than it gets."""
 
 
+@dataclass(frozen=True)
+class TextsWanted:
+    """Texts of one conversation.
+
+    Args:
+        variables: what the template gets; what JSON can hold.
+        cuts: of each text, `mark` as `mark_generation` of `LimitedTemplate.render`, and where they are there
+            `messages`, how many of the variable of that name, and `add_generation_prompt`, instead of that variable.
+    """
+
+    variables: Mapping[str, Any]
+    cuts: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class RenderedTexts:
+    """Texts of `wanted`, or the error that each of them raises."""
+
+    wanted: TextsWanted
+    found: Sequence[str | TemplateError | TemplateLimitError]
+
+    def text(self, variables: Mapping[str, Any], mark_generation: bool) -> str | None:
+        """The text that `LimitedTemplate.render` would give, where it is here; else None.
+
+        Raises:
+            TemplateError: the template raises.
+        """
+        messages, ours = variables.get("messages"), self.wanted.variables
+        if not isinstance(messages, list) or messages != ours["messages"][: len(messages)]:
+            return None
+        prompt = variables["add_generation_prompt"]
+        cut = {"messages": len(messages), "add_generation_prompt": prompt, "mark": mark_generation}
+        cut_out = {"messages": None, "add_generation_prompt": None}
+        if cut not in self.wanted.cuts or {**variables, **cut_out} != {**ours, **cut_out}:
+            return None
+        found = self.found[self.wanted.cuts.index(cut)]
+        if isinstance(found, TemplateError):
+            raise found
+        return found if isinstance(found, str) else None  # what lacked memory among others may have it alone
+
+
 class LimitedTemplate:
     """A template that is compiled and rendered in the process of templates.
 
@@ -67,7 +110,8 @@ class LimitedTemplate:
             raise TemplateLimitError(f"a template of {len(source)} characters, of {_MAX_CHARS} at most")
         self._source = source
         self._key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
-        self._call(0, 1, {}, [])
+        self._known: Sequence[RenderedTexts] = ()
+        self._call([])
 
     def render(self, variables: Mapping[str, Any], mark_generation: bool = False) -> str:
         """The text, or with marks around `{% generation %}` blocks.
@@ -80,33 +124,45 @@ class LimitedTemplate:
             TemplateError: it raises.
             TemplateLimitError: it takes too much.
         """
-        [found] = self.render_all(variables, [{"mark": mark_generation}])
+        for one in self._known:
+            text = one.text(variables, mark_generation)
+            if text is not None:
+                return text
+        [rendered] = self.render_all([TextsWanted(variables, [{"mark": mark_generation}])])
+        [found] = rendered.found
         if isinstance(found, Exception):
             raise found
         return found
 
-    def render_all(
-        self, variables: Mapping[str, Any], cuts: Sequence[Mapping[str, Any]]
-    ) -> list[str | TemplateError | TemplateLimitError]:
-        """Several texts in one request to the process, or what each of them raises.
+    def render_all(self, wanted: Sequence[TextsWanted]) -> list[RenderedTexts]:
+        """All texts of several conversations in one request to the process.
 
         Args:
-            variables: as in `render`.
-            cuts: of each text, `mark` as `mark_generation`, and where they are there `messages`, how many of the
-                variable of that name, and `add_generation_prompt`, instead of that variable.
+            wanted: of each conversation.
 
         Raises:
             TemplateLimitError: together they take too much.
         """
-        found = self._call(_size(variables), len(cuts), dict(variables), [dict(cut) for cut in cuts])
-        return [one.get("text", "") if "error" not in one else _raised(one) for one in found["found"]]
+        found = self._call(wanted)["found"]
+        texts = [[one.get("text", "") if "error" not in one else _raised(one) for one in several] for several in found]
+        return [RenderedTexts(one, several) for one, several in zip(wanted, texts, strict=True)]
 
-    def _call(self, size: int, number: int, variables: dict[str, Any], cuts: list[dict[str, Any]]) -> dict[str, Any]:
-        cpu_s, memory_bytes = _CPU_S + size * number / 1e6, _MEMORY_BYTES + 40 * size * number
-        process = template_process(os.getpid())
-        request = {"variables": variables, "cuts": cuts}
+    @contextmanager
+    def knowing(self, texts: Sequence[RenderedTexts]) -> Iterator[None]:
+        """While this lasts, `render` looks its texts up in these first."""
+        self._known = texts
         try:
-            found = process.call(cpu_s, memory_bytes, self._key, lambda: {"source": self._source}, **request)
+            yield
+        finally:
+            self._known = ()
+
+    def _call(self, wanted: Sequence[TextsWanted]) -> dict[str, Any]:
+        size = sum(_size(one.variables) * len(one.cuts) for one in wanted)
+        cpu_s, memory_bytes = _CPU_S + size / 1e6, _MEMORY_BYTES + 40 * size
+        process = template_process(os.getpid())
+        request = [{"variables": dict(one.variables), "cuts": list(one.cuts)} for one in wanted]
+        try:
+            found = process.call(cpu_s, memory_bytes, self._key, lambda: {"source": self._source}, wanted=request)
         except KilledError as error:
             limits = f"more than {cpu_s:.3g} processor seconds or {memory_bytes / 2**20:.0f} MiB"
             raise TemplateLimitError(f"{limits}; its process ended with signal {error.signal}") from None
@@ -239,9 +295,15 @@ def _answers() -> Any:
         elif found["both"] is None:
             yield kept.unknown()
         else:
-            yield {"found": [_tried(_render, found["both"], request["variables"], cut) for cut in request["cuts"]]}
+            yield {"found": [_texts(found["both"], **one) for one in request["wanted"]]}
 
     return answer
+
+
+def _texts(
+    both: Sequence[jinja2.Template], variables: dict[str, Any], cuts: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    return [_tried(_render, both, variables, cut) for cut in cuts]
 
 
 def _render(both: Sequence[jinja2.Template], variables: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:

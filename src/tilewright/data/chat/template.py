@@ -10,7 +10,7 @@ arguments of a tool call may be an object or its JSON text, as OpenAI sends it: 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from tilewright.data.chat.sandbox import (
     TEXT_BEGIN,
     TEXT_END,
     LimitedTemplate,
+    RenderedTexts,
     TemplateError,
     TemplateLimitError,
+    TextsWanted,
     split_marks,
     without_marks,
 )
@@ -76,7 +78,6 @@ class ChatTemplate:
                 need="a template that transformers can read",
                 try_="data.chat_template = another .jinja file",
             ) from error
-        self._ahead: tuple[list[Any], TemplateArguments, dict[tuple[int, bool, bool], Any]] = ([], NO_ARGUMENTS, {})
         self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
         self._reader = reader_of(self._backend)  # names in the text are tokens
 
@@ -129,27 +130,43 @@ class ChatTemplate:
         text, _, names = split_marks(self.marked(messages, add_generation_prompt, given))
         return self.encode_rendered(text, names)[0]
 
-    def ahead(
+    def wanted(
         self, messages: Sequence[Message], cuts: Sequence[tuple[int, bool]], given: TemplateArguments = NO_ARGUMENTS
-    ) -> None:
-        """Render beginnings of a conversation that will be asked for, in one request to the process of templates.
+    ) -> TextsWanted:
+        """Beginnings of a conversation that will be rendered, for `ahead`.
 
         Args:
             messages: as in `render`.
-            cuts: how many messages, and whether with what an answer follows.
+            cuts: of each beginning how many messages it has, and whether it ends with what an answer follows.
             given: as in `render`.
+        """
+        with self._told():
+            plain = [_readable(message, self.argument_text) for message in messages]
+            clean = TemplateArguments(without_marks(given.tools), without_marks(given.variables))
+        marks = (False, True) if self.marks_answers else (False,)
+        keys = dict.fromkeys((number, prompt, mark) for number, prompt in cuts for mark in marks)
+        parts = [{"messages": number, "add_generation_prompt": prompt, "mark": mark} for number, prompt, mark in keys]
+        return TextsWanted(self._variables(plain, False, clean), parts)
+
+    def ahead(self, wanted: Sequence[TextsWanted]) -> list[RenderedTexts]:
+        """Render beginnings of several conversations, in one request to the process of templates.
+
+        Args:
+            wanted: what `wanted` gives of each.
+
+        Returns:
+            What `knowing` takes of each.
 
         Raises:
-            TemplateTooMuchError: they take too much.
+            TemplateTooMuchError: together they take too much.
+            ChatError: one of them is no JSON.
         """
-        plain = [_readable(message, self.argument_text) for message in messages]
-        clean = TemplateArguments(without_marks(given.tools), without_marks(given.variables))
-        marks = (False, True) if self.marks_answers else (False,)
-        keys = list(dict.fromkeys((number, prompt, mark) for number, prompt in cuts for mark in marks))
-        parts = [{"messages": number, "add_generation_prompt": prompt, "mark": mark} for number, prompt, mark in keys]
         with self._told():
-            found = self._template.render_all(self._variables(plain, False, clean), parts)
-            self._ahead = plain, clean, dict(zip(keys, found, strict=True))
+            return self._template.render_all(wanted)
+
+    def knowing(self, texts: Sequence[RenderedTexts]) -> AbstractContextManager[None]:
+        """While this lasts, `texts` are not rendered again."""
+        return self._template.knowing(texts)
 
     def marked(
         self,
@@ -170,22 +187,23 @@ class ChatTemplate:
         Raises:
             ChatError: the template refuses the conversation, or renders another text where marks are in it.
         """
-        plain = [_readable(message, self.argument_text) for message in messages]
-        clean = TemplateArguments(without_marks(given.tools), without_marks(given.variables))
-        said = [*plain, *clean.tools, clean.variables]
-        names = any(self.control_pattern.search(text) for value in said for text in _texts(value))
-        text = self._render(plain, add_generation_prompt, clean)
-        if not names and not answers:
-            return text
-        inner = plain
-        if names:
-            inner = [self._mark(message) for message in plain]
-            clean = TemplateArguments(self._mark(clean.tools), self._mark(clean.variables))
-        marked = self._render(inner, add_generation_prompt, clean, answers)
-        if split_marks(marked)[0] != text:
-            what = "name of a control token in a message" if names else "{% generation %} block"
-            raise ChatError(f"{what} that the template takes apart")
-        return marked
+        with self._told():
+            plain = [_readable(message, self.argument_text) for message in messages]
+            clean = TemplateArguments(without_marks(given.tools), without_marks(given.variables))
+            said = [*plain, *clean.tools, clean.variables]
+            names = any(self.control_pattern.search(text) for value in said for text in _texts(value))
+            text = self._render(plain, add_generation_prompt, clean)
+            if not names and not answers:
+                return text
+            inner = plain
+            if names:
+                inner = [self._mark(message) for message in plain]
+                clean = TemplateArguments(self._mark(clean.tools), self._mark(clean.variables))
+            marked = self._render(inner, add_generation_prompt, clean, answers)
+            if split_marks(marked)[0] != text:
+                what = "name of a control token in a message" if names else "{% generation %} block"
+                raise ChatError(f"{what} that the template takes apart")
+            return marked
 
     def encode_rendered(
         self, text: str, names: Sequence[tuple[int, int]] = ()
@@ -303,14 +321,8 @@ class ChatTemplate:
         given: TemplateArguments = NO_ARGUMENTS,
         answers: bool = False,
     ) -> str:
-        plain, clean, found = self._ahead
-        known = found.get((len(messages), add_generation_prompt, answers))
         with self._told():
-            if known is None or given != clean or messages != plain[: len(messages)]:
-                return self._template.render(self._variables(messages, add_generation_prompt, given), answers)
-            if isinstance(known, Exception):
-                raise known
-            return known
+            return self._template.render(self._variables(messages, add_generation_prompt, given), answers)
 
     def _variables(self, messages: list[Any], prompt: bool, given: TemplateArguments) -> dict[str, Any]:
         named = {

@@ -12,18 +12,22 @@ put behind the last answer. Answers of `weight` 0, and messages behind the last 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
+from tilewright.core.errors import DataError
 from tilewright.data.chat.complete import Leaf, RenderedText, leaves_of, leaves_of_tools, left_out, lost
-from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import is_trained
-from tilewright.data.chat.sandbox import split_marks
+from tilewright.data.chat.sandbox import RenderedTexts, TextsWanted, split_marks
 from tilewright.data.chat.template import ChatTemplate, Message
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments
+from tilewright.data.common.reading import TokenizerError
 
 _VARIANTS = ("\ue0f4", "\ue0f5")
 _BLANK = re.compile(r"\s*")
@@ -62,6 +66,54 @@ class Rendered:
     left_out: list[str]
 
 
+@dataclass(frozen=True)
+class Talk:
+    """A conversation that is to be rendered.
+
+    Args:
+        messages: as `rows.check_messages` accepts them. Answers of `weight` 0 are not trained.
+        first: answers before this message are not trained.
+        given: tools and variables beside the messages.
+    """
+
+    messages: Sequence[Message]
+    first: int = 0
+    given: TemplateArguments = NO_ARGUMENTS
+
+    @cached_property
+    def bare(self) -> list[dict[str, Any]]:
+        """The messages as a template gets them."""
+        return [{key: value for key, value in message.items() if key != "weight"} for message in self.messages]
+
+    @cached_property
+    def weighed(self) -> list[int]:
+        """Numbers of the messages that are trained answers."""
+        return [i for i, message in enumerate(self.messages) if i >= self.first and is_trained(message)]
+
+    def asked(self, chat: ChatTemplate) -> list[TextsWanted]:
+        """Texts that its rendering needs, see `ChatTemplate.wanted`; none where no answer is trained."""
+        bare, answers = self.bare, self.weighed
+        if not answers:
+            return []
+        prompts = [(i, not chat.marks_answers) for i in answers if i]
+        cuts = [(len(bare), False), *((i + 1, False) for i in answers), *prompts]
+        others = [(bare, self.without_tools)] if self.given.tools else []
+        others += [(without_call(bare, i), self.given) for i, message in enumerate(bare) if message.get("tool_calls")]
+        whole = [(len(bare), False)]
+        return [chat.wanted(bare, cuts, self.given), *(chat.wanted(one, whole, given) for one, given in others)]
+
+    @property
+    def without_tools(self) -> TemplateArguments:
+        """Variables beside the messages, and no tools."""
+        return TemplateArguments((), self.given.variables)
+
+
+def without_call(messages: Sequence[Message], number: int) -> list[Message]:
+    """The messages, of which one calls no tool."""
+    silent = {key: value for key, value in messages[number].items() if key != "tool_calls"}
+    return [*messages[:number], silent, *messages[number + 1 :]]
+
+
 def samples(
     chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> list[ChatSample]:
@@ -69,9 +121,9 @@ def samples(
 
     Args:
         chat: the template.
-        messages: as `rows.check_messages` accepts them. Answers of `weight` 0 are not trained.
-        first: answers before this message are not trained.
-        given: tools and variables beside the messages.
+        messages: as in `Talk`.
+        first: as in `Talk`.
+        given: as in `Talk`.
 
     Raises:
         ChatError: no answer in it, or the template raises, leaves something out, or does not show where an answer is.
@@ -92,13 +144,56 @@ def render_answers(
     chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> Rendered:
     """Samples as `samples` gives them, with the names of what is left out."""
-    weighed = [i for i, message in enumerate(messages) if i >= first and is_trained(message)]
+    [rendered] = render_talks(chat, [Talk(messages, first, given)])
+    if isinstance(rendered, DataError):
+        raise rendered
+    return rendered
+
+
+def render_talks(chat: ChatTemplate, talks: Sequence[Talk]) -> Iterator[Rendered | DataError]:
+    """The rendering of each conversation, or the `ChatError`, `TemplateTooMuchError` or `TokenizerError` of it.
+
+    The process of templates gets them in one request. Where it ends over them, each gets one of its own, with the time
+    and the memory that a conversation has, so that one of them takes no other with it.
+
+    Args:
+        chat: the template.
+        talks: few enough that all of their texts may be in memory.
+    """
+    asked = [_asked(chat, talk) for talk in talks]
+    known = iter(_together(chat, [one for several in asked for one in several]) if len(talks) > 1 else ())
+    for talk, wanted in zip(talks, asked, strict=True):
+        mine = list(islice(known, len(wanted)))
+        try:
+            with chat.knowing(mine or (chat.ahead(wanted) if wanted else [])):
+                found: Rendered | DataError = _rendered(chat, talk)
+        except (ChatError, TemplateTooMuchError, TokenizerError) as error:
+            found = error
+        yield found
+
+
+def _asked(chat: ChatTemplate, talk: Talk) -> list[TextsWanted]:
+    """Texts that a conversation needs; none of one whose error comes when it is rendered."""
+    try:
+        return talk.asked(chat)
+    except ChatError:
+        return []
+
+
+def _together(chat: ChatTemplate, wanted: Sequence[TextsWanted]) -> list[RenderedTexts]:
+    """The texts of several conversations; none where they cannot be had in one request."""
+    try:
+        return chat.ahead(wanted)
+    except (ChatError, TemplateTooMuchError):
+        return []
+
+
+def _rendered(chat: ChatTemplate, talk: Talk) -> Rendered:
+    bare, given, weighed = talk.bare, talk.given, talk.weighed
     if not weighed:
         raise ChatError("no answer of the assistant")
-    bare = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-    chat.ahead(bare, [(len(bare), False), *((i + 1, False) for i in weighed), *_prompts(chat, weighed)], given)
     answers = [_answer(chat, bare, i, given) for i in weighed]
-    left = _check_complete(chat, bare, given, answers)
+    left = _check_complete(chat, talk, answers)
     open_, found = answers, []
     rendering = _Rendering.of(chat, bare, given)
     whole = len(bare) > weighed[-1] + 1  # it goes on behind the last answer
@@ -114,11 +209,6 @@ def render_answers(
         if open_:
             rendering = _Rendering.of(chat, bare[: open_[-1].message + 1], given)
     return Rendered(found[::-1], left)
-
-
-def _prompts(chat: ChatTemplate, answers: Sequence[int]) -> list[tuple[int, bool]]:
-    """The conversations that are rendered to see where answers begin, as `ChatTemplate.ahead` takes it."""
-    return [(i, not chat.marks_answers) for i in answers if i]
 
 
 @dataclass(frozen=True)
@@ -245,9 +335,7 @@ def _content_start(
     return start
 
 
-def _check_complete(
-    chat: ChatTemplate, messages: Sequence[Message], given: TemplateArguments, answers: Sequence[_Answer]
-) -> list[str]:
+def _check_complete(chat: ChatTemplate, talk: Talk, answers: Sequence[_Answer]) -> list[str]:
     """See that everything that is said is rendered: each trained answer in its own rendering, what is before the last
     of them in that one's, what is behind it in that of the whole conversation.
 
@@ -257,6 +345,7 @@ def _check_complete(
     Raises:
         ChatError: something is left out that may not be.
     """
+    messages, given = talk.bare, talk.given
     own = {answer.message: answer.text for answer in answers}
     last, text = answers[-1].message, answers[-1].text
     whole = chat.render(messages, given=given) if len(messages) > last + 1 else text
@@ -272,11 +361,10 @@ def _check_complete(
             left.append(f"{leaf.field} of an answer that is not trained")
         else:
             raise left_out(leaf)
-    if given.tools and _renders_alike(chat, messages, TemplateArguments((), given.variables), whole):
+    if given.tools and _renders_alike(chat, messages, talk.without_tools, whole):
         raise left_out(leaves_of_tools(given.tools)[0])
     for i in (i for i, message in enumerate(messages) if message.get("tool_calls")):
-        without = {key: value for key, value in messages[i].items() if key != "tool_calls"}
-        if _renders_alike(chat, [*messages[:i], without, *messages[i + 1 :]], given, whole):
+        if _renders_alike(chat, without_call(messages, i), given, whole):
             raise left_out(next(leaf for leaf in leaves_of(messages[i : i + 1]) if leaf.field == "tool_calls"))
     return list(dict.fromkeys(left))
 

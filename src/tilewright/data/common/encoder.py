@@ -1,6 +1,6 @@
 """Which library encodes the texts of a data set, and what becomes of a text that the tokenizer fails on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ FAILS = "tokenizer fails on the text"
 """Reason of a text that is set aside."""
 _SPARED, _SHARE = 3, 0.1
 _Found = TypeVar("_Found")
+_Item = TypeVar("_Item")
 
 
 def choose_encoder(tokenizer: Tokenizer, num_bytes: int, sample: Sequence[str]) -> tuple[Tokenizer, str]:
@@ -113,3 +114,30 @@ class Spared:
         self.failed += 1
         if self.failed > _SPARED and self.failed > _SHARE * self.texts:
             raise error
+
+
+def in_batches(
+    items: Iterable[_Item], size_of: Callable[[_Item], int], most: int, most_bytes: int
+) -> Iterator[list[_Item]]:
+    """Items that are encoded together, in their order.
+
+    Args:
+        items: the items.
+        size_of: bytes of one.
+        most: items in a batch, at most.
+        most_bytes: with this many bytes a batch is full.
+
+    Example:
+        >>> list(in_batches(["a", "bb", "ccc", "d", "e", "f"], len, 3, 3))
+        [['a', 'bb'], ['ccc'], ['d', 'e', 'f']]
+    """
+    batch: list[_Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if len(batch) == most or size >= most_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -19,16 +19,15 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.batches.rows import SPLITS
-from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
+from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, Row
+from tilewright.data.chat.render import ROWS, ROWS_BYTES, RowRenderer
 from tilewright.data.chat.rows import is_pair, read_row, read_whole, without_none
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.chat.tools import TemplateArguments
-from tilewright.data.chat.turns import ChatSample, Rendered, render_answers
-from tilewright.data.common.encoder import Spared
+from tilewright.data.chat.turns import ChatSample
+from tilewright.data.common.encoder import in_batches
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.account import PartRecord, listed
@@ -41,8 +40,6 @@ from tilewright.data.stages.copies.minhash import near_copy_clusters
 from tilewright.data.stages.split.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout
 
-_MAX_HEAVY = 3
-"""Rows whose rendering takes more time or memory than it gets and that are set aside."""
 _TABLES = (".parquet", ".arrow")
 """Files in which all objects of a column have the fields of all of them, those that were not there as null."""
 _EXAMPLE_CHARS = 4000
@@ -196,48 +193,25 @@ def _trained(said: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, vocab_s
 def _encode(
     spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, own: Validation | None, progress: ProgressBar
 ) -> _Encoded:
-    encoded, heavy, spared = _Encoded(), 0, Spared()
-    for i in range(len(spool)):
-        text = spool.text(data, i)
-        size = int(spool.lengths[i])
-        spared.texts += 1
-        try:
-            row = json.loads(text)
-            given = TemplateArguments(row.get("tools", ()), row.get("variables", {}))
-            rendered = _pair(chat, row, given) if pairs else render_answers(chat, row["messages"], given=given)
-        except (ChatError, TemplateTooMuchError, TokenizerError) as error:
-            if isinstance(error, TokenizerError):
-                spared.fail(error)
-            heavy += isinstance(error, TemplateTooMuchError)
-            if heavy > _MAX_HEAVY:  # it is the template and not the row
-                raise
-            record = spool.records[i]
-            account = spool.account if own is None or i < own.first else own.account
-            account.take_back(record, _reject(record, spool.names[i], error, size))
-        else:
+    encoded, renderer = _Encoded(), RowRenderer(chat, pairs=pairs)
+    sizes = spool.lengths.tolist()
+    for batch in in_batches(range(len(spool)), sizes.__getitem__, ROWS, ROWS_BYTES):
+        rows = [json.loads(spool.text(data, i)) for i in batch]
+        for i, rendered in zip(batch, renderer.render(rows), strict=True):
+            if isinstance(rendered, DataError):
+                record = spool.records[i]
+                account = spool.account if own is None or i < own.first else own.account
+                account.take_back(record, _reject(record, spool.names[i], rendered, sizes[i]))
+                progress.advance(sizes[i])
+                continue
             found = rendered.samples
             encoded.left_out.update(rendered.left_out)
             if len(encoded.samples) >= _NUM_EXAMPLES:
                 found = [replace(sample, text="", spans=()) for sample in found]
             encoded.samples += found
             encoded.documents += [i] * len(found)
-        progress.advance(size)
+            progress.advance(sizes[i])
     return encoded
-
-
-def _pair(chat: ChatTemplate, row: Row, given: TemplateArguments) -> Rendered:
-    """The chosen and the rejected rendering; answers that are in the prompt are not trained."""
-    found: list[ChatSample] = []
-    left: list[str] = []
-    for answer in (row["chosen"], row["rejected"]):
-        rendered = render_answers(chat, [*row["prompt"], *answer], len(row["prompt"]), given)
-        if len(rendered.samples) != 1:
-            raise ChatError("preferences over several answers that the template renders apart")
-        found += rendered.samples
-        left += rendered.left_out
-    if np.array_equal(found[0].ids_T, found[1].ids_T):
-        raise ChatError("chosen and rejected are equal as the template renders them")
-    return Rendered(found, list(dict.fromkeys(left)))
 
 
 def _hold_out(

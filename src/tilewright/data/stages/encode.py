@@ -19,7 +19,7 @@ import pyarrow as pa
 import tokenizers
 
 from tilewright.core.atomic_io import hash_file
-from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, with_ranks
+from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, in_batches, with_ranks
 from tilewright.data.common.filter import DropReason
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
@@ -218,7 +218,7 @@ def encode_shard(
         known = np.load(clusters / "clusters.npy", allow_pickle=False)
         known = known[shard_of(known["doc"]) == index]
         cluster_of = dict(zip(known["doc"].tolist(), known["cluster"].tolist(), strict=True))
-        for batch in _together(shard.texts()):
+        for batch in in_batches(shard.texts(), lambda text: len(text.data), _BATCH, _BATCH_BYTES):
             for text in batch:
                 if text.part in _UNUSED:
                     rejects.append(reject_of(text.record, "split", _UNUSED[text.part], len(text.data)))
@@ -232,20 +232,6 @@ def encode_shard(
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
     return counts
-
-
-def _together(texts: Iterator[KeptText]) -> Iterator[list[KeptText]]:
-    """Batches of texts to encode."""
-    batch: list[KeptText] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text.data)
-        if len(batch) == _BATCH or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @lru_cache(maxsize=1)
