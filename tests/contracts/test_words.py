@@ -10,6 +10,7 @@ import click
 import pytest
 
 from tests.contracts.syntax import statements
+from tests.docs.test_typed import OPTION, is_typed, options, settings_of_recipes, wrong
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.core import errors
 from tilewright.core.config import schema
@@ -196,6 +197,38 @@ def test_docstrings_and_comments_have_a_named_subject():
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}" for path, number, line in rows if pattern.search(line)
     ]
     assert not bad, "\n".join(bad)
+
+
+SETTING = re.compile(r"(?<![\w.])([a-z]\w*(?:\.[a-z_]\w*)+) = ")
+CODE = re.compile(r"\btilewright((?:\.\w+)+)")
+OF_TORCHRUN = {"--nproc-per-node", "--max-restarts"}
+
+
+def is_code(name: str) -> bool:
+    """True if a name below `tilewright` is a module of the package, or is there in one. Nothing is imported."""
+    parts = name.strip(".").split(".")
+    for count in range(len(parts), -1, -1):
+        path = PACKAGE.joinpath(*parts[:count])
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file.is_file():
+            return count == len(parts) or re.search(rf"\b{parts[count]}\b", file.read_text()) is not None
+    return False
+
+
+def test_what_an_error_says_to_try_can_be_typed():
+    every = frozenset[str]().union(*options().values()) | OF_TORCHRUN
+    sections = {name.partition(".")[0] for name in settings_of_recipes()}
+    bad = []
+    for place, text in lines_of_errors().items():
+        if " try_ " in place:
+            bad += [f"{place}: {one}" for one in wrong(text)]
+            bad += [f"{place}: {one}" for one in OPTION.findall(text) if not is_typed(one, every)]
+            bad += [f"{place}: {one}" for one in CODE.findall(text) if not is_code(one)]
+            unknown = set(SETTING.findall(text)) - settings_of_recipes()
+            bad += [f"{place}: {one}" for one in unknown if one.partition(".")[0] in sections]
+    assert not bad, "\n".join(bad)
+    assert is_code(".precision.lora.peft_io.save_adapter")
+    assert not is_code(".precision.adapter_io.save_adapter")
 
 
 @cache
