@@ -164,7 +164,7 @@ def test_what_a_run_cannot_have_of_a_built_dataset(here):
     assert prepare("data", domains=("rows",), **cache).domains == ("rows",)
     with pytest.raises(DataError, match="some of: prose, rows"):
         prepare("data", domains=("none",), **cache)
-    with pytest.raises(DataError, match="holds no conversations"):
+    with pytest.raises(DataError, match="holds rows of another format"):
         prepare("data", format="chat", **cache)
     own = Path("data/tokens/tokenizer")
     assert prepare("data", tokenizer=str(own), **cache).vocab_size == load_tokenizer(own).vocab_size

@@ -18,8 +18,9 @@ import xxhash
 from tilewright.core.atomic_io import hash_file
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
-from tilewright.data.chat.load import template_source
+from tilewright.data.chat.load import chosen_template, template_source
 from tilewright.data.chat.pack import pack_chat
+from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.common.cache import cached
 from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
@@ -128,10 +129,15 @@ def prepare(
     if task == "image_classification":
         return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, before=before)
     if built_folder is not None:
-        built = built_tokens(built_folder, format, tokenizer, domains)
+        template = None if format == "text" else chosen_template(chat_template, model_folder)
+        built = built_tokens(built_folder, format, tokenizer, domains, template)
         if task == "masked_lm":
             need_mask(load_tokenizer(built.tokens / "tokenizer"))
         rows_key = _key("rows", built.fingerprint, task=task, seq_len=seq_len, domains=domains, **kind)
+        if format != "text":
+            pairs = format == PREFERENCES
+            build = _builder(seconds, pack_chat, built.tokens, pairs, seq_len, rows, domains)
+            return _timed(PreparedChat(built.tokens, cached(root, rows_key, build, before), pairs), seconds)
         build = _builder(seconds, build_rows, built.tokens, task, seq_len, domains, rows)
         packed = cached(root, rows_key, build, before)
         return _timed(PreparedData(built.tokens, packed), seconds)
@@ -158,7 +164,7 @@ def prepare(
     both = settings | {"validation": own}
     if format != "text":
         template, _ = template_source(chat_template, model_folder or tokenizer)
-        pairs = format == "preferences"
+        pairs = format == PREFERENCES
         chat = {"pairs": pairs, "chat_template": chat_template, "model_folder": model_folder}
         stops = declared_stops(Path(model_folder or tokenizer).expanduser()) if model_folder or tokenizer else ()
         key = _key(format, key, template, _CHAT_FORMAT, stops)

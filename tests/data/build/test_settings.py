@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.build import test_rules
+from tests.data.build import test_chat, test_rules
 from tests.data.build.corpora import build, prose, settings, write_corpus, write_media
 from tests.data.build.scores.test_effects import PROBES as SCORED
 from tilewright.core.config import schema
@@ -96,8 +96,10 @@ LIMITS = {item.path for item in schema.fields(DataBuild) if item.path.startswith
 ELSEWHERE = {
     "rules.languages": "test_languages",
     "rules.min_language_score": "test_a_language_that_is_not_sure",
+    "chat.format": "test_ids_masks_and_reasons_are_those_of_the_other_road",
+    "chat.template": "test_a_run_says_what_a_built_dataset_is_not",
 }
-"""Tests in `test_rules`."""
+"""Tests in `test_rules` and `test_chat`."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def here(tmp_path_factory) -> Path:
 
 def test_every_setting_has_a_probe():
     assert set(PROBES) | set(SCORED) | set(ELSEWHERE) | LIMITS == {item.path for item in schema.fields(DataBuild)}
-    assert all(hasattr(test_rules, name) for name in ELSEWHERE.values())
+    assert all(hasattr(test_rules, name) or hasattr(test_chat, name) for name in ELSEWHERE.values())
 
 
 def test_limits_reach_the_readers(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from tests.draws import examples
 from tilewright.data.batches.mix import Picks
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.prepare import prepare
-from tilewright.data.stages.windows import windows
+from tilewright.data.stages.text.windows import windows
 
 
 @st.composite

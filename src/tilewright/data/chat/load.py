@@ -16,30 +16,33 @@ CHATML = """\
 """
 """The layout of OpenAI's chat markup language, for base models that bring none."""
 
-_FILE = "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
 _OLD_FILE = "chat_template.json"
 _MORE = "additional_chat_templates"
 _DEFAULT = "default"
-_CHATML = "chatml"
+_SETTING = "data.chat_template"
+CHATML_NAME = "chatml"
+"""Of the built-in template, as `data.chat_template`."""
 
 
-def template_source(chosen: str, folder: str) -> tuple[str, str]:
+def template_source(chosen: str, folder: str, setting: str = _SETTING) -> tuple[str, str]:
     """The text of a template, and where it is from.
 
     Args:
         chosen: `data.chat_template`: "" for the model's own, "chatml" for the built-in one, the path of a .jinja file
             or of a folder, or the name of one of several templates in the model's folder.
         folder: of the model; "" where there is none.
+        setting: which names `chosen`, for errors.
 
     Raises:
         ConfigError: there is none.
         DataError: a file that cannot be read.
     """
-    if chosen == _CHATML:
+    if chosen == CHATML_NAME:
         return CHATML, "the built-in ChatML"
     own = folder_templates(Path(folder).expanduser()) if folder else {}
     if chosen and chosen not in own:
-        return _given(chosen, own)
+        return _given(chosen, own, setting)
     name = chosen or _DEFAULT
     if name in own:
         return own[name], folder if name == _DEFAULT else f"{folder}, template {name!r}"
@@ -48,19 +51,34 @@ def template_source(chosen: str, folder: str) -> tuple[str, str]:
             "Several chat templates and none of them the default",
             got=f"{folder} with {', '.join(sorted(own))}",
             need="the name of one",
-            try_=f'data.chat_template = "{min(own)}"',
-            where="data.chat_template",
+            try_=f'{setting} = "{min(own)}"',
+            where=setting,
         )
     raise ConfigError(
         "No chat template",
-        got=f"{folder} without {_FILE} and without chat_template in {CONFIG}" if folder else "no model folder",
+        got=f"{folder} without {TEMPLATE_FILE} and without chat_template in {CONFIG}" if folder else "no model folder",
         need="the template that the model was trained with; a base model has none",
-        try_='data.chat_template = "chatml"   (teach a base model this layout)\nor data.chat_template = a .jinja file',
-        where="data.chat_template",
+        try_=f'{setting} = "chatml"   (teach a base model this layout)\nor {setting} = a .jinja file',
+        where=setting,
     )
 
 
-def _given(chosen: str, own: dict[str, str]) -> tuple[str, str]:
+def chosen_template(chosen: str, folder: str) -> str | None:
+    """The text of the template that is chosen, or is the default of a model's folder; None where there is neither.
+
+    Args:
+        chosen: as in `template_source`.
+        folder: as in `template_source`.
+
+    Raises:
+        ConfigError: what is chosen is not there.
+        DataError: a file that cannot be read.
+    """
+    own = folder_templates(Path(folder).expanduser()) if folder else {}
+    return template_source(chosen, folder)[0] if chosen else own.get(_DEFAULT)
+
+
+def _given(chosen: str, own: dict[str, str], setting: str) -> tuple[str, str]:
     path = Path(chosen).expanduser()
     if path.is_dir():
         found = folder_templates(path)
@@ -71,10 +89,10 @@ def _given(chosen: str, own: dict[str, str]) -> tuple[str, str]:
     raise ConfigError(
         "No chat template of this name or at this path",
         got=repr(chosen[:200]),
-        need=f'"{_CHATML}", a .jinja file, or a folder with a {_FILE}'
+        need=f'"{CHATML_NAME}", a .jinja file, or a folder with a {TEMPLATE_FILE}'
         + (f", or one of {', '.join(sorted(own))}" if own else ""),
-        try_='data.chat_template = ""   (the model\'s own)' if own else 'data.chat_template = "chatml"',
-        where="data.chat_template",
+        try_=f'{setting} = ""   (the model\'s own)' if own else f'{setting} = "chatml"',
+        where=setting,
     )
 
 
@@ -88,8 +106,8 @@ def folder_templates(folder: Path) -> dict[str, str]:
         DataError: one of these files cannot be read.
     """
     found = {file.stem: _read(file) for file in sorted((folder / _MORE).glob("*.jinja"))}
-    if (folder / _FILE).is_file():
-        found[_DEFAULT] = _read(folder / _FILE)
+    if (folder / TEMPLATE_FILE).is_file():
+        found[_DEFAULT] = _read(folder / TEMPLATE_FILE)
     for name in (_OLD_FILE, CONFIG):
         if not found and (folder / name).is_file():
             found = _in_json(folder / name)

@@ -29,7 +29,14 @@ _NUM_LONGEST = 5
 
 
 def pack_chat(
-    folder: Path, corpus: Path, pairs: bool, seq_len: int, rows: str = "packed", *, progress: ProgressBar
+    folder: Path,
+    corpus: Path,
+    pairs: bool,
+    seq_len: int,
+    rows: str = "packed",
+    only: tuple[str, ...] = (),
+    *,
+    progress: ProgressBar,
 ) -> None:
     """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning.
 
@@ -39,6 +46,7 @@ def pack_chat(
         pairs: whether they are preferences.
         seq_len: positions in a row.
         rows: "packed", or "documents" for one rendering in each row.
+        only: domains that are packed; empty: all.
         progress: shows a phase.
 
     Raises:
@@ -66,7 +74,7 @@ def pack_chat(
         domain_of = np.array(here["domain"].to_pylist())
         place = _in_pairs if pairs else pack if rows == "packed" else alone
         kept = np.minimum(column["length"] - 1, seq_len)
-        groups = groups_of_domains(domain_of, fits)
+        groups = [(domain, at) for domain, at in groups_of_domains(domain_of, fits) if not only or domain in only]
         packing, ranges[split], _ = pack_groups(place, starts, kept, groups, seq_len)
         cut = fits & (column["length"] - 1 > seq_len)
         facts["truncated"] += int(cut.sum())
@@ -93,6 +101,8 @@ def pack_chat(
         )
     ranges["train"] = {domain: ranges["train"][domain] for domain in trained}
     summary["chat"] = facts
+    if only:
+        summary["domains"] = {name: counts for name, counts in summary["domains"].items() if name in only}
     kind = {"task": "causal_lm", "format": "preferences" if pairs else "chat"}
     write_meta(folder, digest, ranges, summary, **kind, seq_len=seq_len, rows_of=rows)
 

@@ -11,10 +11,13 @@ Which one it is, a row says by its fields. Any of them may have `tools` (or Open
 `chat_template_kwargs`. A list or an object may be its JSON text, as tables of text have it.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tilewright.data.chat.complete import leaves_of
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, REASONING, Row, check_messages, parsed, read_messages, say
 from tilewright.data.chat.tools import read_tools
@@ -22,6 +25,8 @@ from tilewright.data.sources.wanted import ROW_OF_CHAT, ROW_OF_PREFERENCES
 
 PREFERENCES: Final = "preferences"
 """The shape of pairs."""
+TABLES = (".parquet", ".arrow")
+"""Files in which all objects of a column have the same fields."""
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("completion", "response", "output")
 _SYSTEM = ("system", "system_prompt")
@@ -101,6 +106,61 @@ def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
 def is_pair(row: Mapping[str, Any]) -> bool:
     """True if a row is one of preferences."""
     return any(name in row for name in ("chosen", "rejected", "preferred_output", "non_preferred_output"))
+
+
+class RowReader:
+    """Reads rows out of JSON, and counts the shapes of each file.
+
+    Args:
+        pairs: rows of preferences are wanted.
+
+    Example:
+        >>> reader = RowReader(pairs=False)
+        >>> reader.read("a.jsonl", '{"prompt": "hi", "completion": "yes", "id": 7}')["messages"][1]["content"]
+        'yes'
+        >>> reader.shapes, reader.not_read
+        ({'a.jsonl': Counter({'prompt/completion': 1})}, Counter({'id': 1}))
+    """
+
+    def __init__(self, *, pairs: bool):
+        self.shapes: dict[str, Counter[str]] = {}
+        self.not_read: Counter[str] = Counter()
+        """Fields of rows that are no part of a conversation, by how many rows have them."""
+        self._pairs = pairs
+
+    def read(self, file: str, text: str, *, of_table: bool = False) -> Row:
+        """The conversation or pair of a row, see `read_row`.
+
+        Args:
+            file: that the row is in.
+            text: the row.
+            of_table: all objects of a column have the fields of all of them, those that were not there as null.
+
+        Raises:
+            ChatError: it is no row, or one that cannot be used.
+        """
+        try:
+            row = json.loads(text)
+            if not isinstance(row, dict):
+                raise ChatError("row that is not an object", got=type(row).__name__)
+            read = read_whole(without_none(row) if of_table else row, self._pairs)
+        except (ValueError, RecursionError) as error:
+            raise ChatError("row that cannot be read", got=str(error)) from error
+        self.shapes.setdefault(file, Counter())[read.shape] += 1
+        self.not_read.update(read.not_read)
+        return read.found
+
+
+def said(row: Row) -> str:
+    """All that is said in a row, one text behind the other, but for messages of the system.
+
+    Example:
+        >>> asked = [say("system", "Be kind."), say("user", "hi")]
+        >>> said({"prompt": asked, "chosen": [], "rejected": [say("assistant", "no")]})
+        'hi\\nno'
+    """
+    messages = row["messages"] if "messages" in row else [*row["prompt"], *row["chosen"], *row["rejected"]]
+    return "\n".join(leaf.text for leaf in leaves_of(messages) if leaf.needed and leaf.role not in FIRST)
 
 
 def without_none(value: Any) -> Any:

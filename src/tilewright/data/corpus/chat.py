@@ -22,7 +22,7 @@ from tilewright.data.batches.rows import SPLITS
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, Row
 from tilewright.data.chat.render import ROWS, ROWS_BYTES, RowRenderer
-from tilewright.data.chat.rows import is_pair, read_row, read_whole, without_none
+from tilewright.data.chat.rows import TABLES, RowReader, is_pair, read_row
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.turns import ChatSample
 from tilewright.data.common.encoder import in_batches
@@ -33,6 +33,7 @@ from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_to
 from tilewright.data.corpus.account import PartRecord, listed
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
+from tilewright.data.dataset.open_built import built_at, built_format, read_dataset
 from tilewright.data.sources.documents import Source
 from tilewright.data.sources.files import user_source
 from tilewright.data.sources.wanted import Wanted
@@ -40,36 +41,24 @@ from tilewright.data.stages.copies.minhash import near_copy_clusters
 from tilewright.data.stages.split.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout
 
-_TABLES = (".parquet", ".arrow")
-"""Files in which all objects of a column have the fields of all of them, those that were not there as null."""
 _EXAMPLE_CHARS = 4000
 _NUM_EXAMPLES = 200  # the one of middle length among the first so many is shown
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Recogniser:
-    """Rows to their canonical form; counts the shapes of each file."""
+    """Rows to their canonical form."""
 
-    pairs: bool
-    shapes: dict[str, Counter[str]] = field(default_factory=dict)
-    not_read: Counter[str] = field(default_factory=Counter)
-    """Fields of rows that are no part of a conversation, by how many rows have them."""
+    rows: RowReader
 
     def __call__(self, record: PartRecord, document: Record) -> Iterator[Record | Rejected]:
-        size = len(document.text.encode("utf-8", "surrogatepass"))
         try:
-            row = json.loads(document.text)
-            row = without_none(row) if record.file.endswith(_TABLES) else row
-            read = read_whole(row, self.pairs)
+            found = self.rows.read(record.file, document.text, of_table=record.file.endswith(TABLES))
         except ChatError as error:
+            size = len(document.text.encode("utf-8", "surrogatepass"))
             yield _reject(record, document.place, error, size)
             return
-        except (ValueError, RecursionError) as error:
-            yield rejected(record.file, "row that cannot be read", str(error), num_bytes=size)
-            return
-        self.shapes.setdefault(record.file, Counter())[read.shape] += 1
-        self.not_read.update(read.not_read)
-        yield replace(document, text=json.dumps(read.found, ensure_ascii=False))
+        yield replace(document, text=json.dumps(found, ensure_ascii=False))
 
 
 @dataclass
@@ -105,7 +94,8 @@ def build_chat(
         DataError: nothing usable in the source, or a tokenizer or template that cannot be read.
         ConfigError: no template.
     """
-    recognise = _Recogniser(pairs)
+    rows = RowReader(pairs=pairs)
+    recognise = _Recogniser(rows)
     spool_path = folder / "spool.bin"
     spool = collect(
         source, spool_path, domains=domains, max_bytes=max_bytes, seed=seed, progress=progress, convert=recognise
@@ -138,14 +128,15 @@ def build_chat(
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(listed(r), ensure_ascii=False) + "\n" for r in spool.rejects)
     summary = _summary(source, spool, split, cluster_of[kept], table, given)
-    summary["chat"] = _facts(recognise, encoded, chat)
+    summary["chat"] = _facts(rows, encoded, chat, pairs)
     if own is not None:
         summary["validation"] = own.summary()
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def first_shape(source: str, want: Wanted | None = None) -> str:
-    """The shape of the first row of a path that can be read (see `rows.read_row`), "" where it is none of them.
+    """The shape of the first row of a path that can be read (see `rows.read_row`), "" where it is none of them; of a
+    built dataset the format, "" of text.
 
     Args:
         source: the path.
@@ -154,6 +145,9 @@ def first_shape(source: str, want: Wanted | None = None) -> str:
     Raises:
         DataError: the path does not exist.
     """
+    if (built := built_at(source)) is not None:
+        format = built_format(read_dataset(built))
+        return "" if format == "text" else format
     for part in user_source(source, None, want=want).parts:
         for item in part.read():
             if isinstance(item, Record):
@@ -348,15 +342,15 @@ def _summary(
     }
 
 
-def _facts(recognise: _Recogniser, encoded: _Encoded, chat: ChatTemplate) -> dict[str, Any]:
+def _facts(rows: RowReader, encoded: _Encoded, chat: ChatTemplate, pairs: bool) -> dict[str, Any]:
     """The summary of chat data before training begins: shapes by file, the template, a rendered example."""
     lengths = np.array([len(sample.ids_T) for sample in encoded.samples if sample.text])
     example = encoded.samples[int(np.argsort(lengths, kind="stable")[len(lengths) // 2])]
     return {
-        "shapes": {file: dict(shapes) for file, shapes in recognise.shapes.items()},
+        "shapes": {file: dict(shapes) for file, shapes in rows.shapes.items()},
         "template": chat.where,
-        "not_read": dict((recognise.not_read + encoded.left_out).most_common()),
-        "rendered_again": 0 if recognise.pairs else len(encoded.documents) - len(set(encoded.documents)),
+        "not_read": dict((rows.not_read + encoded.left_out).most_common()),
+        "rendered_again": 0 if pairs else len(encoded.documents) - len(set(encoded.documents)),
         "saved_tokens": sum(sample.saved for sample in encoded.samples),
         "example": {
             "text": example.text[:_EXAMPLE_CHARS],

@@ -10,6 +10,7 @@ from typing import Any
 
 from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
+from tilewright.data.chat.load import TEMPLATE_FILE
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.engine.inputs import INSTALLED
 from tilewright.data.engine.tables import rows
@@ -99,20 +100,23 @@ class BuiltTokens:
     fingerprint: str
 
 
-def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, ...]) -> BuiltTokens:
+def built_tokens(
+    folder: Path, format: str, tokenizer: str, domains: tuple[str, ...], template: str | None = None
+) -> BuiltTokens:
     """The tokens of a built dataset, checked against what a run wants of it.
 
     Args:
         folder: of the dataset.
-        format: of the rows that are wanted; a dataset holds text.
+        format: of the rows that are wanted.
         tokenizer: of loaded weights, or the one that is asked for; "" where none is.
         domains: those that are wanted.
+        template: text of the chat template that is wanted; None: the dataset's.
 
     Raises:
         DataError: the dataset is damaged, or is not what the run wants.
     """
     content = read_dataset(folder)
-    check_format(format)
+    _check_format(format, built_format(content))
     for name, (size, digest) in content["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size or hash_file(path) != digest:
@@ -126,22 +130,43 @@ def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, 
     tokens = folder / "tokens"
     trained_on = content["settings"]["tokenizer"]["path"] or "a trained one"
     check_tokenizer(tokenizer, tokens, f"{trained_on} for {folder}")
+    if template is not None:
+        _check_template(template, tokens / "tokenizer" / TEMPLATE_FILE)
     if not content["summary"]["tokens"]:
         need, try_ = "records with a text", 'model.task = "image_classification" for its images'
+        if format != "text":
+            need = "conversations that the template renders"
+            try_ = f"tilewright data inspect {folder}   (what was refused)"
         raise DataError("Built dataset holds no text", where=str(folder), got="0 tokens", need=need, try_=try_)
     check_domains(domains, list(content["summary"]["domains"]))
     return BuiltTokens(tokens, content["fingerprint"])
 
 
-def check_format(format: str) -> None:
-    """Raise where rows are to hold something else than text.
+def built_format(content: Mapping[str, Any]) -> str:
+    """The `data.format` that a dataset is of, by what `read_dataset` gives."""
+    return content["settings"].get("chat", {}).get("format", "text")
 
-    Raises:
-        DataError: so it is.
-    """
-    if format != "text":
-        need, try_ = "rows of text", "data.source = the files themselves"
-        raise DataError("Built dataset holds no conversations", where="data.source", got=format, need=need, try_=try_)
+
+def _check_format(wanted: str, built: str) -> None:
+    if wanted != built:
+        raise DataError(
+            "Built dataset holds rows of another format",
+            where="data.format",
+            got=f"{built}; the run wants {wanted}",
+            need=f'data.format = "{built}", or a build with format = "{wanted}" in [chat] of data.toml',
+            try_=f'data.format = "{built}"',
+        )
+
+
+def _check_template(wanted: str, file: Path) -> None:
+    if wanted.splitlines() != file.read_text(encoding="utf-8").splitlines():
+        raise DataError(
+            "Built dataset was rendered with another chat template",
+            where="data.chat_template",
+            got=f"another text than {file}",
+            need="one and the same: answers are trained as it writes them",
+            try_=f"data.chat_template = {file}",
+        )
 
 
 def check_tokenizer(tokenizer: str, tokens: Path, of: str) -> None:

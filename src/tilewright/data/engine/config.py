@@ -23,6 +23,8 @@ from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.readers.kinds import KINDS, SUFFIX
 from tilewright.data.sources.hub import PREFIX
+from tilewright.data.stages.chat import settings as chats
+from tilewright.data.stages.chat.settings import ChatSection
 from tilewright.data.stages.scores import settings as scores
 from tilewright.data.stages.scores.settings import NoiseSection, QualitySection, SampleSection
 
@@ -234,6 +236,7 @@ class DataBuild(Section):
     """A whole data.toml."""
 
     read: ReadSection = ReadSection()
+    chat: ChatSection = ChatSection()
     limits: LimitsSection = LimitsSection()
     repair: RepairSection = RepairSection()
     rules: RulesSection = RulesSection()
@@ -312,6 +315,7 @@ def without_effect(build: DataBuild) -> dict[str, str]:
         (not build.media.log_mel, "media.log_mel = false", ("media.num_mels", "media.window_ms", "media.hop_ms")),
         (not build.chunk.tokens, "chunk.tokens = 0", ("chunk.overlap", "chunk.overlap_loss")),
         (bool(build.tokenizer.path), "tokenizer.path is given", ("tokenizer.vocab_size",)),
+        *chats.void(build.chat),
         *scores.void(build.quality, build.noise, build.sample),
     )
     found: dict[str, str] = {}
@@ -346,7 +350,8 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
         problems.append(
             Problem("Window of a few tokens", got, "0, or at least 16", "tokens = 512", places["chunk.tokens"])
         )
-    found = scores.conflicts(build.quality, build.noise, build.sample, build.duplicates.keep)
+    found = [*scores.conflicts(build.quality, build.noise, build.sample, build.duplicates.keep)]
+    found += chats.conflicts(build.chat, build.repair.mask, build.repair.repeated_lines, build.chunk.tokens)
     problems += [replace(problem, where=places.get(setting, "")) for setting, problem in found]
     if rules.min_language_score is not None and not rules.languages:
         need = "rules.languages beside it: without, no language is looked for"
@@ -389,4 +394,5 @@ def _absolute(build: DataBuild, folder: Path) -> DataBuild:
     files = {name: {key: path(text) for key, text in given.items()} for name, given in filters.files.items()}
     filters = filters.model_copy(update={"use": use, "files": files})
     learned = {name: scores.absolute(getattr(build, name), folder) for name in ("quality", "noise", "sample")}
-    return build.model_copy(update={"read": read, "tokenizer": tokenizer, "filters": filters, **learned})
+    chat = chats.absolute(build.chat, folder)
+    return build.model_copy(update={"read": read, "chat": chat, "tokenizer": tokenizer, "filters": filters, **learned})

@@ -45,6 +45,10 @@ class StageInput(ABC):
         """The user's files that a unit of the stage reads from this input. Each may kill the process that reads it."""
         return []
 
+    def counts(self, c: "Context") -> bool:
+        """True if it is in the fingerprint."""
+        return True
+
 
 @dataclass(frozen=True)
 class Same(StageInput):
@@ -127,6 +131,31 @@ class NoEffect(StageInput):
 
     def value(self, c: "Context", i: int) -> Any:
         return self.find(c, i)
+
+
+@dataclass(frozen=True)
+class AddedSetting(StageInput):
+    """A setting that a stage came to read when datasets had been built: at its default it is in no fingerprint, so that
+    these stay finished.
+
+    Args:
+        name: `section.setting`.
+    """
+
+    name: str
+
+    def identity(self, c: "Context", i: int) -> object:
+        return self.value(c, i)
+
+    def value(self, c: "Context", i: int) -> Any:
+        return self._of(c.build)
+
+    def counts(self, c: "Context") -> bool:
+        return self._of(c.build) != self._of(DataBuild())
+
+    def _of(self, build: DataBuild) -> Any:
+        section, _, setting = self.name.partition(".")
+        return getattr(getattr(build, section), setting)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from tilewright.data.engine.context import WORK, Context
 from tilewright.data.engine.executors.base import UnitExecutor
 from tilewright.data.engine.units import cannot_make, fingerprint_of, link_or_copy
 from tilewright.data.sources.documents import Source
-from tilewright.data.stages.encode import encoder_of
+from tilewright.data.stages.chat.render import TEMPLATE
+from tilewright.data.stages.encode import ENCODER_CHOICE, encoder_of
 from tilewright.data.stages.plan import SHARDS, STAGES
 from tilewright.data.stages.text.own import FILTERS
 
@@ -67,6 +68,8 @@ def build_dataset(
         progress.phase("listing files")
         context.references  # noqa: B018  and the listing, before anything is written: what is not there is said at once
         FILTERS.inputs["filters"].value(context, 0)
+        if build.chat.is_on:
+            TEMPLATE.inputs["given"].value(context, 0)
         if executor.is_first:
             context.contents.save()
         context.units.clean(executor.mark)
@@ -115,6 +118,7 @@ def _publish(context: Context) -> dict[str, Any]:
     """Give the dataset's files their names below `out`; nothing is done where they have them."""
     out, source = context.out, context.folder("dataset")
     folders = {part: (context.folder(SHARDS) if part == SHARDS else source) / part for part in PARTS}
+    encoder = {"encoder": encoder_of(context.folder(ENCODER_CHOICE.name))} if ENCODER_CHOICE.units(context) else {}
     stages = {}
     for stage in STAGES:
         receipts = [context.units.receipt(stage.name, i) for i in range(stage.units(context))]
@@ -124,8 +128,7 @@ def _publish(context: Context) -> dict[str, Any]:
         "fingerprint": context.one("dataset"),
         "files": (context.units.receipt("dataset", 0) or {})["files"],
         "shards": ((context.units.receipt(SHARDS, 0) or {}).get("files") or {}).get(INDEX),
-        "summary": json.loads((source / "tokens" / "summary.json").read_bytes())
-        | {"encoder": encoder_of(context.folder("encoder"))},
+        "summary": json.loads((source / "tokens" / "summary.json").read_bytes()) | encoder,
         "settings": context.build.model_dump(mode="json"),
         "stages": {name: fingerprint_of(digests) for name, digests in stages.items()},
     }

@@ -58,7 +58,7 @@ class BuildStage:
 
     def fingerprint(self, c: Context, i: int) -> str:
         """Hash of everything that the unit `i` depends on."""
-        inputs = {name: one.identity(c, i) for name, one in self.inputs.items()}
+        inputs = {name: one.identity(c, i) for name, one in self.inputs.items() if one.counts(c)}
         return fingerprint_of(
             [self.name, self.version, settings_identity(c.build, self.settings), inputs, *self.versions()]
         )

@@ -48,7 +48,7 @@ class ReadOptions:
     for the language of texts.
     """
 
-    text_field: str = "text"
+    text_field: str | None = "text"
     image_size: int = 0
     log_mel: bool = False
     num_mels: int = 80

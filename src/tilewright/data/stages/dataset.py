@@ -27,10 +27,11 @@ from tilewright.data.engine.declared import Every, Folders, FoundValue, Only, St
 from tilewright.data.engine.inputs import Listing
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.engine.tables import REJECTS, TableWriter, batches, reject_row, rows
+from tilewright.data.stages.chat.render import EXAMPLE, RENDERINGS, ChatFacts
 from tilewright.data.stages.copies.exact import shard_of
-from tilewright.data.stages.encode import RUNS, SPLIT_NAMES
+from tilewright.data.stages.encode import SPLIT_NAMES
 from tilewright.data.stages.media import media_shards, publish_media
-from tilewright.data.stages.order import rejecting
+from tilewright.data.stages.order import encoding, rejecting, with_tokenizer
 from tilewright.data.stages.split.stage import source_label
 
 TOKENS = "tokens"
@@ -38,6 +39,7 @@ DOCUMENT_COLUMNS = (
     *("domain", "path", "part", "start", "stop", "chunk", "context", "id", "language"),
     *("bytes", "tokens", "length", "cluster"),
 )
+_OF_RENDERINGS = ("trained", "first", "document")
 _COPY = 1 << 20  # numbers that are copied at once
 _COMPRESSED_BYTES = 4 << 20  # of a domain's held-out text that is compressed: xz takes 11 times that in memory
 _MOST_LISTED = 1000  # rejects of one rule in rejects.jsonl; all of them are in the Parquet files
@@ -59,6 +61,8 @@ class Finished:
     changed: Mapping[str, int]
     """How many records each kind of repair changed."""
     label: str
+    chat: Mapping[str, Any]
+    """Facts of conversations; {} of text."""
 
 
 def assemble(index: int, settings: SimpleNamespace, folder: Path, **inputs: Any) -> Mapping[str, Any]:
@@ -78,7 +82,7 @@ def assemble(index: int, settings: SimpleNamespace, folder: Path, **inputs: Any)
         for suffix in ("", ".bytes", ".trained"):
             if (done.encoded[0] / f"{name}{suffix}.npy").exists():
                 _join([one / f"{name}{suffix}.npy" for one in done.encoded], tokens / f"{name}{suffix}.npy")
-    _documents(done.encoded, tokens / "documents.parquet")
+    _documents(done, tokens / "documents.parquet")
     (folder / "records").mkdir()
     for name in (*SPLIT_NAMES.values(), "media"):
         filled = [one / f"{name}.parquet" for one in done.encoded if pq.read_metadata(one / f"{name}.parquet").num_rows]
@@ -100,17 +104,17 @@ def _join(parts: list[Path], out: Path) -> None:
                 writer.append(values[start : start + _COPY])
 
 
-def _documents(encoded: Sequence[Path], out: Path) -> None:
+def _documents(done: Finished, out: Path) -> None:
     """One row per run, in the order of the streams."""
     import pyarrow as pa
 
-    schema = pa.schema(
-        [pa.field("split", pa.string()), pa.field("name", pa.string()), *(RUNS.field(n) for n in DOCUMENT_COLUMNS)]
-    )
+    columns = (*DOCUMENT_COLUMNS, *_OF_RENDERINGS) if done.chat else DOCUMENT_COLUMNS
+    text = pa.schema([pa.field("split", pa.string()), pa.field("name", pa.string())])
+    schema = pa.schema([*text, *(RENDERINGS.field(name) for name in columns)])
     with TableWriter(out, schema) as writer:
         for split in SPLIT_NAMES.values():
-            for shard in encoded:
-                for row in rows(shard / f"{split}.parquet", DOCUMENT_COLUMNS):
+            for shard in done.encoded:
+                for row in rows(shard / f"{split}.parquet", columns):
                     writer.append(row | {"split": split, "name": place(row)})
 
 
@@ -191,7 +195,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
     kinds: dict[str, Counter[str]] = {}
     used: set[int] = set()
     held: dict[str, bytearray] = {}
-    columns = ("id", "domain", "modality", "path", "chunk", "bytes", "tokens", "text")
+    columns = ["id", "domain", "modality", "path", "chunk", "bytes", "tokens", "trained" if done.chat else "text"]
     split_notes = json.loads((done.split / "split.json").read_bytes())
     cut = {int(shard_of(np.array([int(doc)], np.uint64))[0]) for doc in split_notes["cut"]}
     for split in SPLIT_NAMES.values():
@@ -203,7 +207,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
                 _count(by_domain, split, batch)
                 _count_kinds(kinds, batch, twice)
                 used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
-                if split == "holdout":
+                if split == "holdout" and not done.chat:  # renderings are no text that is compressed
                     _take(held, batch)
     media = 0
     for one in done.encoded:
@@ -235,15 +239,18 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
     every = set(done.listing.domains()) | set(refused.by_domain)
     records = {n: dict(sorted(kinds.get(n, {}).items())) | {"dropped": refused.by_domain[n]} for n in sorted(every)}
     domains: dict[str, Any] = {}
+    more = ("trained_tokens",) if done.chat else ()
+    shown = ("docs", "bytes", "tokens", "holdout_docs", "holdout_tokens", *more)
     for name, counts in sorted(by_domain.items()):
-        domains[name] = {k: counts[k] for k in ("docs", "bytes", "tokens", "holdout_docs", "holdout_tokens")}
-        domains[name]["compressors"] = compressor_bits([held.get(name, b"")])
+        domains[name] = {k: counts[k] for k in shown}
+        domains[name]["compressors"] = {} if done.chat else compressor_bits([held.get(name, b"")])
     return {
         "source": done.label,
         "available_bytes": done.listing.found_bytes,
         "docs": total["docs"],
         "bytes": total["bytes"],
         "tokens": total["tokens"],
+        **{name: total[name] for name in more},
         "bytes_per_token": round(total["bytes"] / max(1, total["tokens"]), 3),
         "media": media,
         "vocab_size": load_tokenizer(tokens / "tokenizer").vocab_size,
@@ -256,16 +263,29 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         "notes": split_notes["notes"],
         "domains": domains,
         "records": records,
+        **_said_of_chat(done),
     }
 
 
+def _said_of_chat(done: Finished) -> dict[str, Any]:
+    """The facts of conversations, with an example; nothing of text."""
+    if not done.chat:
+        return {}
+    examples = (json.loads((one / EXAMPLE).read_bytes()) for one in done.encoded)
+    return {"chat": {**done.chat, "example": next(filter(None, examples), {"text": "", "spans": []})}}
+
+
 def _count(by_domain: dict[str, Counter[str]], split: str, batch: Mapping[str, list[Any]]) -> None:
-    """Runs, bytes and tokens of a row group."""
-    for domain, size, tokens in zip(*(batch[name] for name in ("domain", "bytes", "tokens")), strict=True):
+    """Runs, bytes and tokens of a row group; of renderings the first of each conversation counts as one."""
+    several = "trained" in batch  # renderings of one conversation
+    trained = batch.get("trained", [0] * len(batch["chunk"]))
+    columns = (*(batch[name] for name in ("domain", "bytes", "tokens", "chunk")), trained)
+    for domain, size, tokens, chunk, of_answers in zip(*columns, strict=True):
         counts = by_domain.setdefault(domain, Counter())
-        counts.update({"docs": 1, "bytes": size, "tokens": tokens})
+        docs = int(not several or chunk == 0)
+        counts.update({"docs": docs, "bytes": size, "tokens": tokens, "trained_tokens": of_answers})
         if split == "holdout":
-            counts.update({"holdout_docs": 1, "holdout_tokens": tokens})
+            counts.update({"holdout_docs": docs, "holdout_tokens": tokens})
 
 
 def _count_kinds(kinds: dict[str, Counter[str]], batch: Mapping[str, list[Any]], known: set[str]) -> None:
@@ -310,12 +330,13 @@ DATASET_STAGE = BuildStage(
     inputs={
         "listing": ListedFiles(),
         "media": Every("media", media_shards, told=True),
-        "encoded": Every("encode"),
+        "encoded": Every(encoding),
         "rejects": EveryReject(),
-        "tokenizer": Only("tokenizer"),
+        "tokenizer": Only(with_tokenizer),
         "split": Only("split"),
         "duplicates": FoundValue(_copies),
         "changed": FoundValue(lambda c, i: c.totals("repair", "changed")),
         "label": FoundValue(lambda c, i: source_label(c)),
+        "chat": ChatFacts(),
     },
 )

@@ -5,7 +5,7 @@ rows are the dataset's records: with the text of the run's targets, and the plac
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,7 +37,7 @@ from tilewright.data.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.stages.kept import SCORES, reject_of
 from tilewright.data.stages.order import last_kept
 from tilewright.data.stages.split.stage import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
-from tilewright.data.stages.windows import Window, windows
+from tilewright.data.stages.text.windows import Window, windows
 
 SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}
 TOKENIZER_BYTES = 16_000_000
@@ -51,7 +51,7 @@ RUNS = pa.schema(
 """A record of the dataset; `bytes` and `tokens` of its text, `length` of its run in the stream, `context` positions of
 that which repeat the run before, `cluster` of near-copies."""
 
-_UNUSED = {DROPPED: DropReason(TOO_SMALL, 1.0, 2.0), LEFT: DropReason(LIMIT, "", "split.max_bytes")}
+UNUSED = {DROPPED: DropReason(TOO_SMALL, 1.0, 2.0), LEFT: DropReason(LIMIT, "", "split.max_bytes")}
 """Part of a record that neither split has -> why it is not used."""
 ENCODER = "encoder.json"
 _ENCODED_TWICE = 64  # texts of a build, to see that both libraries give the same ids
@@ -215,13 +215,11 @@ def encode_shard(
         }
         media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
         rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
-        known = np.load(clusters / "clusters.npy", allow_pickle=False)
-        known = known[shard_of(known["doc"]) == index]
-        cluster_of = dict(zip(known["doc"].tolist(), known["cluster"].tolist(), strict=True))
+        cluster_of = clusters_of(clusters, index)
         for batch in in_batches(shard.texts(), lambda text: len(text.data), _BATCH, _BATCH_BYTES):
             for text in batch:
-                if text.part in _UNUSED:
-                    rejects.append(reject_of(text.record, "split", _UNUSED[text.part], len(text.data)))
+                if text.part in UNUSED:
+                    rejects.append(reject_of(text.record, "split", UNUSED[text.part], len(text.data)))
                 elif not text.data or text.part in (SHOWN, SHOWN_HELD):
                     media.append(text.record)
             for part, into in parts.items():
@@ -232,6 +230,13 @@ def encode_shard(
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
     return counts
+
+
+def clusters_of(clusters: Path, shard: int) -> dict[int, int]:
+    """The clusters of near-copies of a shard's records, by their numbers; one without near-copies is its own."""
+    known = np.load(clusters / "clusters.npy", allow_pickle=False)
+    known = known[shard_of(known["doc"]) == shard]
+    return dict(zip(known["doc"].tolist(), known["cluster"].tolist(), strict=True))
 
 
 @lru_cache(maxsize=1)
@@ -336,6 +341,11 @@ class GivenTokenizer(StageInput):
         return c.build.tokenizer.path
 
 
+def of_text(units: Callable[[Context], int]) -> Callable[[Context], int]:
+    """Units of a stage that builds of conversations do not have."""
+    return lambda c: 0 if c.build.chat.is_on else units(c)
+
+
 _TEXTS = {"records": Every("repair"), "kept": Every(last_kept), "split": Only("split")}
 
 TOKENIZER = BuildStage(
@@ -344,12 +354,12 @@ TOKENIZER = BuildStage(
     lambda: (tokenizers.__version__,),
 )
 ENCODER_CHOICE = BuildStage(
-    *("encoder", "choosing the encoder", 1, one_unit, write_encoder, ("split.seed",)),
+    *("encoder", "choosing the encoder", 1, of_text(one_unit), write_encoder, ("split.seed",)),
     _TEXTS | {"tokenizer": Only("tokenizer")},
     lambda: (tokenizers.__version__, tiktoken_version()),
 )
 ENCODE = BuildStage(
-    *("encode", "encoding", 4, per_shard, encode_shard, ("chunk",)),
+    *("encode", "encoding", 4, of_text(per_shard), encode_shard, ("chunk",)),
     {
         "records": Same("repair"),
         "kept": Same(last_kept),

@@ -34,9 +34,19 @@ def last_kept(build: DataBuild) -> str:
     return _last_of(build, _AFTER_COPIES)
 
 
+def encoding(build: DataBuild) -> str:
+    """The stage that makes token streams of the records."""
+    return "render" if build.chat.is_on else "encode"
+
+
+def with_tokenizer(build: DataBuild) -> str:
+    """The stage whose folder `tokenizer` is the dataset's."""
+    return "template" if build.chat.is_on else "tokenizer"
+
+
 def rejecting(build: DataBuild) -> list[str]:
     """The stages that write rejects of each shard, in their order."""
-    names = ("read", "repair", *_BEFORE_COPIES, *_AFTER_COPIES, "encode")
+    names = ("read", "repair", *_BEFORE_COPIES, *_AFTER_COPIES, encoding(build))
     return [name for name in names if _is_on(build, name)]
 
 

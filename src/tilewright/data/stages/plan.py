@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from tilewright.data.dataset.remote.index import write_shards
+from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import Only
 from tilewright.data.engine.stage import BuildStage
+from tilewright.data.stages.chat.render import RENDER, TEMPLATE
 from tilewright.data.stages.copies.exact import DIGESTS, EXACT
 from tilewright.data.stages.copies.images import IMAGES
 from tilewright.data.stages.copies.near import NEAR, SHINGLES, VERIFY
@@ -36,12 +38,16 @@ def _publish(index: int, settings: SimpleNamespace, folder: Path, *, dataset: Pa
     return write_shards(dataset / TOKENS, folder, settings.shards.bytes)
 
 
+def _has_shards(c: Context) -> int:
+    return int(c.build.shards.bytes > 0 and not c.build.chat.is_on)
+
+
 STAGES = (
     *(READ, LINES, COMMON_LINES, REPAIR, RULES, FILTERS, *QUALITY_AND_NOISE),
     *(DIGESTS, EXACT, SKETCHES, PAIRS, SHINGLES, VERIFY, NEAR, IMAGES, UNIQUE),
-    *(*SAMPLE, SPLIT, GATHER_MEDIA, TOKENIZER, ENCODER_CHOICE, ENCODE, DATASET_STAGE),
+    *(*SAMPLE, SPLIT, GATHER_MEDIA, TOKENIZER, ENCODER_CHOICE, ENCODE, TEMPLATE, RENDER, DATASET_STAGE),
     BuildStage(
-        *(SHARDS, "publishing shards", 1, lambda c: int(c.build.shards.bytes > 0), _publish, ("shards.bytes",)),
+        *(SHARDS, "publishing shards", 1, _has_shards, _publish, ("shards.bytes",)),
         {"dataset": Only("dataset")},
     ),
 )

@@ -5,6 +5,7 @@ UTF-8 text or rows of JSON. Nothing is repaired here, so that places are those o
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tilewright.core.errors import DataError, is_of_machine
 from tilewright.data.common.records import Record, Rejected
 from tilewright.data.engine.config import DataBuild
 from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import StageInput, per_shard
+from tilewright.data.engine.declared import AddedSetting, StageInput, per_shard
 from tilewright.data.engine.inputs import Item
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
@@ -26,6 +27,8 @@ from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.open import UNREADABLE, read_file
 from tilewright.data.sources.documents import cut
 from tilewright.data.sources.walk import stat_key
+from tilewright.data.stages.chat.rows import ConversationReader
+from tilewright.data.stages.chat.settings import TEXT
 from tilewright.data.stages.media import ArrayWriter
 
 STAGE = "read"
@@ -56,7 +59,9 @@ class ShardFiles(StageInput):
         return c.listing.shards[i]
 
 
-def read_shard(index: int, settings: SimpleNamespace, folder: Path, *, files: FilesToRead) -> Mapping[str, Any]:
+def read_shard(
+    index: int, settings: SimpleNamespace, folder: Path, *, files: FilesToRead, format: str
+) -> Mapping[str, Any]:
     """Write the records and rejects of a shard's files into `folder`; returns counts.
 
     Args:
@@ -64,7 +69,10 @@ def read_shard(index: int, settings: SimpleNamespace, folder: Path, *, files: Fi
         settings: of read, limits and media.
         folder: gets `records.parquet` and `rejects.parquet`, and pixels and frames of sound where they are wanted.
         files: the files.
+        format: of what is in them: `chat.format`.
     """
+    conversations = None if format == TEXT else ConversationReader(format)
+    settings = settings if conversations is None else _of_whole_rows(settings)
     num_bytes = images = 0
     with (
         TableWriter(folder / "records.parquet", RECORDS) as records,
@@ -75,6 +83,8 @@ def read_shard(index: int, settings: SimpleNamespace, folder: Path, *, files: Fi
             for found in read_item(item, settings):
                 pieces = _cut(found, settings.read.max_chars) if isinstance(found, Record) else [found]
                 for number, one in enumerate(pieces):
+                    if isinstance(one, Record) and conversations is not None:
+                        one = conversations.converted(one)
                     if isinstance(one, Record):
                         records.append(record_row(one))
                         num_bytes += len(one.text.encode())
@@ -89,7 +99,14 @@ def read_shard(index: int, settings: SimpleNamespace, folder: Path, *, files: Fi
             rejects.append(reject_row(one))
         file_bytes = sum(item.size for item in files.items)
         counts = {"records": records.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
-    return counts | {"images": images, "file_bytes": file_bytes}
+    told = {} if conversations is None else conversations.counts()
+    return counts | {"images": images, "file_bytes": file_bytes} | told
+
+
+def _of_whole_rows(settings: SimpleNamespace) -> SimpleNamespace:
+    """Settings with which rows are read whole, and none is cut."""
+    read = SimpleNamespace(**vars(settings.read) | {"text_field": None, "max_chars": sys.maxsize})
+    return SimpleNamespace(**vars(settings) | {"read": read})
 
 
 def read_item(item: Item, build: DataBuild | SimpleNamespace) -> Items:
@@ -164,5 +181,5 @@ def _id(record: Record, part: str, start: int, data: bytes) -> str:
 READ = BuildStage(
     *("read", "reading files", 5, per_shard, read_shard),
     ("read.text_field", "read.max_chars", "read.suffixes", "limits", "media"),
-    {"files": ShardFiles()},
+    {"files": ShardFiles(), "format": AddedSetting("chat.format")},
 )

@@ -163,7 +163,7 @@ def _prepared(recipe: Recipe) -> Rows:
     data = recipe.data
     if not data.sources and built_at(data.source) is not None:
         wanted = {"task": recipe.model.task, "domains": data.domains, "seq_len": data.seq_len, "rows": data.rows}
-        wanted["image_size"] = data.image_size
+        wanted |= {"image_size": data.image_size, "format": data.format}
         return prepare(data.source, **wanted, cache_dir=data.cache_dir, own_process=True)
     from tilewright.training.components.dataset import prepare_data
 

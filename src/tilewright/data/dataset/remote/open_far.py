@@ -7,7 +7,7 @@ from pathlib import Path
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.cache import cached
 from tilewright.data.common.progress import timed
-from tilewright.data.dataset.open_built import check_domains, check_format, check_tokenizer
+from tilewright.data.dataset.open_built import check_domains, check_tokenizer
 from tilewright.data.dataset.remote.address import Remote, is_address
 from tilewright.data.dataset.remote.dataset import RemoteDataset, bring, check_alike, find_dataset, fingerprint
 from tilewright.data.dataset.remote.prepared_shards import PreparedShards, Streaming
@@ -60,7 +60,14 @@ def check_text(task: str, format: str) -> None:
     Raises:
         DataError: images, conversations or preferences.
     """
-    check_format(format)
+    if format != "text":
+        raise DataError(
+            "Conversations cannot be read from an address",
+            got=f'data.format = "{format}"',
+            need="text",
+            try_="data.source = the dataset's folder on this machine",
+            where="data.source",
+        )
     if task == "image_classification":
         raise DataError(
             "Images cannot be read from an address",

@@ -14,6 +14,7 @@ from tilewright.data.engine.executors.local import LocalExecutor
 from tilewright.data.engine.run import PARTS, build_dataset
 from tilewright.data.engine.units import link_or_copy
 from tilewright.data.sources.installed import InstalledText
+from tilewright.data.stages.chat.render import RENDER, TEMPLATE
 from tilewright.data.stages.plan import SHARDS, STAGES
 from tilewright.data.stages.text.own import FILTERS
 
@@ -43,8 +44,8 @@ def build_key(build: DataBuild) -> str:
     stage."""
     settings = build.model_dump(mode="json")
     settings["tokenizer"].pop("path")  # its content counts, not where it is
-    off = (SHARDS, FILTERS.name)  # there are none
-    for name in off:
+    off = (SHARDS, FILTERS.name, TEMPLATE.name, RENDER.name)  # there are none
+    for name in (SHARDS, FILTERS.name, "chat"):
         settings.pop(name)
     return repr((settings, [(stage.name, stage.version) for stage in STAGES if stage.name not in off]))
 

@@ -88,7 +88,7 @@ def _transcoded(entry: Entry, kind: str, encoding: str) -> Items:
         yield from _converted(entry, found, {"encoding": encoding})
 
 
-def _json_lines(entry: Entry, field: str, legacy: str) -> Items:
+def _json_lines(entry: Entry, field: str | None, legacy: str) -> Items:
     first, stop = entry.span or (0, entry.path.stat().st_size)
     longest = entry.limits.line_bytes
     for number, (start, line) in enumerate(segment_lines(entry.path, first, stop, longest), 1):

@@ -23,13 +23,14 @@ from tilewright.core.errors import DataError
 from tilewright.data.common.hashing import hash64
 from tilewright.data.engine.config import SplitSection
 from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Every, FoundValue, NoEffect, Only, one_unit
+from tilewright.data.engine.declared import AddedSetting, Every, FoundValue, NoEffect, Only, one_unit
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.engine.tables import batches, rows
 from tilewright.data.sources.wanted import BUILD
+from tilewright.data.stages.chat.settings import TEXT
 from tilewright.data.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.stages.copies.minhash import components
-from tilewright.data.stages.order import last_kept, rejecting
+from tilewright.data.stages.order import encoding, last_kept, rejecting
 from tilewright.data.stages.split.divide import divide_clusters, largest_share
 from tilewright.data.stages.split.holdout import choose_holdout
 
@@ -122,6 +123,7 @@ def split_records(
     domain_of_shard: list[str],
     clusters: Path,
     refused: Refused,
+    format: str,
 ) -> Mapping[str, Any]:
     """Write where each record goes: `NNNNN.npy` per shard (uint8, one per row of its side table) and `split.json`.
 
@@ -140,7 +142,7 @@ def split_records(
     if not len(found):
         raise refused.error(0)
     cluster_of, notes_of_groups = _divided(found, _clusters(found, clusters), section)
-    split = choose_holdout(found, cluster_of, section.holdout, section.seed)
+    split = choose_holdout(found, cluster_of, section.holdout, section.seed, may_cut=format == TEXT)
     where = np.full(len(every), LEFT, np.uint8)
     dropped = np.isin(found.domain_of, split.dropped) & (found.lengths > 0)
     part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
@@ -278,7 +280,7 @@ def source_label(c: Context) -> str:
 
 def _refused(c: Context, i: int) -> Refused:
     """The text of an error."""
-    before = [name for name in rejecting(c.build) if name != "encode"]
+    before = [name for name in rejecting(c.build) if name != encoding(c.build)]
     return Refused(source_label(c), [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)])
 
 
@@ -290,5 +292,6 @@ SPLIT = BuildStage(
         "domain_of_shard": FoundValue(lambda c, i: c.listing.domains()),
         "clusters": Only("near"),
         "refused": NoEffect(_refused),
+        "format": AddedSetting("chat.format"),
     },
 )
