@@ -10,7 +10,7 @@ from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill import loss as distill
-from tilewright.models.distill.hidden import NAME, VALUES, HiddenLoss, Pair, with_projections
+from tilewright.models.distill.hidden import LOSSES, NAME, VALUES, HiddenLoss, Pair, of_batch, with_projections
 
 DIM, LAYERS, WORDS = 16, 3, 50
 
@@ -139,6 +139,33 @@ def test_positions_without_a_target_may_hold_anything():
     out.loss_sum.backward()
     assert bool(out.loss_sum.isfinite())
     assert all(bool(param.grad.isfinite().all()) for param in model.parameters())
+
+
+@given(
+    zeros=st.lists(st.integers(0, 9), unique=True, max_size=10),
+    size=st.sampled_from([0.0, 1e-22]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    learned=st.booleans(),
+)
+def test_a_target_of_zeros_adds_nothing(zeros, size, dtype, learned):
+    """As of an attention whose output projection is zero: no distance is relative to it. All others count as they
+    do where it is not there, and gradients are finite."""
+    torch.manual_seed(3)
+    hidden = HiddenLoss(pairs_of([1], [1]), (DIM, DIM), WEIGHTS, learned=learned)
+    x, given_ = (torch.randn(1, 10, DIM).to(dtype).requires_grad_() for _ in range(2))
+    values, labels = torch.randn(1, 10, 2, DIM).to(dtype), torch.zeros(1, 10, dtype=torch.int64)
+    [torch.nn.init.normal_(one) for one in hidden.projections]
+
+    def losses(labels, values):
+        context = of_batch({VALUES: values, "labels": labels})
+        found = torch.autograd.grad(hidden(1, x, given_, context).float().sum(), (x, *hidden.parameters()))
+        return context[LOSSES], found
+
+    without, without_grads = losses(labels.index_fill(1, torch.tensor(zeros, dtype=torch.int64), -100), values)
+    values[:, zeros] *= size
+    found, grads = losses(labels, values)
+    assert torch.equal(found, without)
+    assert all(torch.equal(one, other) for one, other in zip(grads, without_grads, strict=True))
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -32,7 +32,9 @@ from tilewright.training.components.export import max_positions
 _OURS = "tilewright.compress.prove.torch_model"
 BASELINES = (("fp32 eager", "fp32", False), ("bf16 eager", "bf16", False), ("bf16 compiled", "bf16", True))
 """Name, dtype, compiled: of our own model, in a process of its own like every consumer."""
-_UNROUNDED = (
+UNROUNDED = "unrounded weights"
+"""What an artefact is compared with that holds no integers, of a run that was trained with them."""
+_UNROUNDED_NOTE = (
     "holds and is compared with the unrounded weights; the run was trained with integers that this format has not"
 )
 
@@ -289,8 +291,8 @@ def _state(
         stored=reference(written.stored(), proof.question) if written.stored is not None else None,
         differing=written.differing,
     )
-    row["runtime_notes"] = [*row.pop("notes", []), *([_UNROUNDED] if plain else [])]
-    return row | {"compared_with": "unrounded weights" if plain else "the model as trained"}
+    row["runtime_notes"] = [*row.pop("notes", []), *([_UNROUNDED_NOTE] if plain else [])]
+    return row | {"compared_with": UNROUNDED if plain else "the model as trained"}
 
 
 def _save(run: Path, record: Row) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 from tilewright.compress.budget.sensitivity import CutCost
 from tilewright.compress.budget.settings import Goal
+from tilewright.compress.prune.kinds import Kind
 from tilewright.core.mip import Column, LinearRow, minimise
 
 FACTORS = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)
 """Limits on the loss before recovery, in budgets: recovery takes part of a cut's cost back, how much is not known."""
+
+_OF_EXPERTS: tuple[Kind, ...] = ("experts", "expert_channels")
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,15 @@ class CutPlan:
 
     @property
     def saved(self) -> int:
-        """Parameters that go, at least: kinds that share weights are counted apart."""
+        """Parameters that go if each kind is cut alone. Of kinds that share weights fewer go (`parameters_left`)."""
         return sum(cut.saved for cut in self.cuts)
 
     @property
     def speed(self) -> float:
         """Predicted seconds of a forward pass, as a share of the whole model's: units of different kinds are different
-        parts of a layer, whose savings add up, and layers that go save nothing more. Embedding and head take their time
-        whatever is cut, so half of the layers take more than half of it.
+        parts of a layer, whose savings add up, and layers that go save nothing more. Experts and their channels are one
+        part, of which each cut leaves a share. Embedding and head take their time whatever is cut, so half of the
+        layers take more than half of it.
 
         Example:
             >>> cut = lambda kind, speed: CutCost(kind, 0.5, 1, 2, 0.0, 0.0, 1, speed)
@@ -50,7 +54,8 @@ class CutPlan:
         """
         layers = [cut for cut in self.cuts if cut.kind == "layers"]
         stay = math.prod(cut.units / cut.before for cut in layers)
-        saved = sum(1 - cut.speed for cut in self.cuts if cut.kind != "layers")
+        saved = sum(1 - cut.speed for cut in self.cuts if cut.kind not in ("layers", *_OF_EXPERTS))
+        saved += 1 - math.prod(cut.speed for cut in self.cuts if cut.kind in _OF_EXPERTS)
         return math.prod(cut.speed for cut in layers) - stay * saved
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tilewright.compress.budget.artefacts import judged, missed
+from tilewright.compress.budget.artefacts import judged, missed, still_stand, unproven
 from tilewright.compress.budget.candidates import CutPlan, by_halves, cut_plans
 from tilewright.compress.budget.hours import EXPORTS, MEASURING, pace_of, predicted_seconds, timed
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
@@ -25,17 +25,24 @@ from tilewright.compress.budget.record import FILE, Record, asked_of, record_of,
 from tilewright.compress.budget.rises import in_words, rises_of, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
 from tilewright.compress.budget.settings import DEFAULTS, CompressSettings
-from tilewright.compress.budget.stages import OpenRun, from_scratch, run_stage, stage_recipe, write_model
+from tilewright.compress.budget.stages import (
+    OpenRun,
+    from_scratch,
+    rows_are_kept,
+    run_stage,
+    stage_recipe,
+    trained_steps,
+    write_model,
+)
 from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target
-from tilewright.compress.export_run import check_finite, export_run
-from tilewright.compress.exports_file import change_since
+from tilewright.compress.export_run import UNROUNDED, check_finite, export_run
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prune.prune import prune
+from tilewright.compress.prune.units import parameters_left
 from tilewright.core.errors import ConfigError, FitError, NumericsError
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.distill.hidden import pairs_of
 from tilewright.training.components.dataset import held_out
 from tilewright.training.components.teacher import weights_hash
 
@@ -66,7 +73,10 @@ class Compression:
         self.source.model.check_save_hf(torch.bfloat16)
         self.model: Any = self.source.model
         self.batches: Batches = held_out(self.source.recipe, self.source.data).batches
-        self.whole = row_losses_of(self.model, self.batches)
+        self.stored = row_losses_of(self.model, self.batches)
+        """Of the weights as they are stored, with which cuts are compared before recovery."""
+        is_rounded = self.source.as_trained is not self.model
+        self.whole = row_losses_of(self.source.as_trained, self.batches) if is_rounded else self.stored
         if not self.whole.domains:
             raise ConfigError(
                 "No held-out rows to measure the budget on",
@@ -76,6 +86,8 @@ class Compression:
                 where=str(self.source.run),
             )
         self.taught = not self.source.reads_images  # `[distill]` teaches language models alone
+        for name, reason in unproven(self.settings.targets, self.source).items():
+            self.say(f"{name} cannot be inside the budget: {reason}")
         self.record = self._found_record()
 
     def plan(self) -> list[CutPlan]:
@@ -89,13 +101,13 @@ class Compression:
         if "sensitivity" not in self.record:
             with timed(self.record, MEASURING):
                 found = sensitivities(
-                    self.model, self.whole, self.batches, self.settings.kinds, self.settings.importance,
+                    self.model, self.stored, self.batches, self.settings.kinds, self.settings.importance,
                     self._training_batches(), self.say, self.record, refit=self.settings.refit,
                 )  # fmt: skip
             self.record["sensitivity"] = [cost.to_json() for cost in found]
         if "seconds" not in self.record:
             self.record["seconds"] = seconds_beside(self.model, self.model)[1]
-        costs = [CutCost(**row) for row in self.record["sensitivity"]]
+        costs = [CutCost.of_json(row) for row in self.record["sensitivity"]]
         if not costs and "left_out" in self.record:
             raise self._not_finite()
         plans = cut_plans(costs, self.settings.budget, self.settings.goal)
@@ -110,7 +122,8 @@ class Compression:
                 try_="a larger --budget, or tilewright export, which quantises without cutting",
                 where="--budget",
             )
-        self.record["plans"] = [plan.to_json() for plan in plans]
+        left = lambda plan: parameters_left(self.model, {cut.kind: cut.units for cut in plan.cuts})  # noqa: E731
+        self.record["plans"] = [plan.to_json() | {"parameters": left(plan)} for plan in plans]
         self._predict_seconds(plans, len(costs))
         write_record(self.out, self.record)
         return plans
@@ -129,9 +142,9 @@ class Compression:
             plans, self.settings, pace,
             cut_s=times.get("measured", {}).get(MEASURING, 0.0) / max(cuts, 1),
             held_out_s=held_out_s,
-            run_steps=self.source.recipe.train.steps,
+            run_steps=trained_steps(self.source),
             taught=self.taught,
-            reads_kept=not pairs_of(self.source.recipe.distill),
+            reads_kept=rows_are_kept(self.source.recipe),
         )  # fmt: skip
 
     def run(self) -> Record:
@@ -193,7 +206,7 @@ class Compression:
             self.say(f"{plan.name}: layers behind {kind} are not fitted, which would cost more than it brings")
         write_model(self.source, made.model, folder)
         seconds, whole_s = seconds_beside(made.model, self.model)
-        self.say(f"{plan.name}: {100 * before.rise_over(self.whole)[0]:+.2f} % before recovery")
+        self.say(f"{plan.name}: {100 * before.rise_over(self.stored)[0]:+.2f} % before recovery")
         run = self._stage(f"recovered-{plan.name}", folder, taught=self.taught)
         after = self._losses(run)
         rows[plan.name] = {
@@ -209,7 +222,7 @@ class Compression:
             "speed": seconds / whole_s,
             "predicted_speed": plan.speed,
             "seconds": {"predicted": plan.speed * self.record["seconds"], "measured": seconds},
-            "rise_before": before.rise_over(self.whole)[0],
+            "rise_before": before.rise_over(self.stored)[0],
             **self._rises(after),
             "domains": after.by_domain(),
         }
@@ -244,7 +257,7 @@ class Compression:
         if name != "scratch":
             return self._stage(f"control-{key}", folder, taught=False)
         recipe = stage_recipe(self.source, key, self.out, folder=folder, taught=False, steps=1)
-        steps = self.source.recipe.train.steps + self.settings.steps
+        steps = trained_steps(self.source) + self.settings.steps
         return run_stage(from_scratch(recipe, f"control-{key}", steps), self.source)
 
     def _rises(self, losses: RowLosses, *, equal: bool = True) -> dict[str, float | None]:
@@ -274,15 +287,20 @@ class Compression:
         """Of a run, each with the loss over the run that was compressed. Those that an earlier command proved, and
         nothing has changed since, are not made again."""
         rows = self.record.setdefault("artefacts", [])
-        own = [row for row in rows if row["of"] == made["run"]]
-        if own and all(change_since(row, self.out / made["run"]) is None for row in own):
+        own, run = [row for row in rows if row["of"] == made["run"]], self.out / made["run"]
+        if still_stand(own, targets, self.source, run):
             return own
-        source = self.open_run(self.out / made["run"])
+        source = self.open_run(run)
         record = export_run(source, targets, self.out / "artefacts", limits=self.limits)
         names = {target.name for target in targets}
-        budget, points = self.settings.budget, self.whole.points
+        budget, counts, points = self.settings.budget, self.whole.counts(), self.whole.points
+        stored = made
+        if source.as_trained is not source.model:
+            stored = self._rises(row_losses_of(source.model, self.batches))
         found = [
-            row | {"of": made["run"], "integers": made.get("integers", "")} | judged(row, made, budget, points=points)
+            row
+            | {"of": made["run"], "integers": made.get("integers", "")}
+            | judged(row, stored if row.get("compared_with") == UNROUNDED else made, budget, counts, points=points)
             for row in record["artefacts"]
             if row["target"] in names
         ]

@@ -45,6 +45,10 @@ class RowLosses:
         """Mean loss of each domain, in nats per target."""
         return {name: float(sums.sum() / counts.sum()) for name, (sums, counts) in self.domains.items()}
 
+    def counts(self) -> dict[str, float]:
+        """Targets of each domain."""
+        return {name: float(counts.sum()) for name, (_, counts) in self.domains.items()}
+
     def _all(self) -> tuple[Tensor, Tensor]:
         sums, counts = zip(*self.domains.values(), strict=True)
         return torch.cat(sums), torch.cat(counts)

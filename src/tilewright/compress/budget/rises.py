@@ -5,6 +5,7 @@ cut looks free beside what it was, for recovery trains it further. Of one that f
 free beside those. So the larger of both rises rules; without the control that of the run alone.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,16 @@ def near_in_time(predicted: float, measured: float) -> bool:
         (True, False)
     """
     return abs(predicted / measured - 1) <= NEAR
+
+
+def error_in_words(error: float | None) -> str:
+    """A standard error in percent. One held-out row tells none: infinite, and null in a record.
+
+    Example:
+        >>> error_in_words(0.0123), error_in_words(math.inf), error_in_words(None)
+        ('1.23', 'unknown', 'unknown')
+    """
+    return "unknown" if error is None or not math.isfinite(error) else f"{100 * error:.2f}"
 
 
 def in_words(row: Mapping[str, Any]) -> str:

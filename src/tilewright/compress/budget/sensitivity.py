@@ -1,5 +1,6 @@
 """The cost of each cut before recovery, alone: loss, its error, parameters, seconds here. One kind at a time."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -10,6 +11,8 @@ from torch import Tensor
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
 from tilewright.compress.budget.record import Record
+from tilewright.compress.budget.rises import error_in_words
+from tilewright.compress.prune.cut import LayoutError
 from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.prune import MULTIPLE, Pruned, left, prune
 from tilewright.compress.prune.scores import Method
@@ -49,6 +52,18 @@ class CutCost:
         """Plain types."""
         return asdict(self)
 
+    @classmethod
+    def of_json(cls, row: Mapping[str, Any]) -> "CutCost":
+        """From a record, which has null for an error that a single held-out row does not tell.
+
+        Example:
+            >>> cost = CutCost("ffn", 0.5, 32, 64, 0.01, math.inf, 10, 0.9)
+            >>> CutCost.of_json(cost.to_json() | {"error": None}) == cost
+            True
+        """
+        known: dict[str, Any] = {**row, "error": math.inf if row["error"] is None else row["error"]}
+        return cls(**known)
+
 
 def sensitivities(
     model: Any,
@@ -82,23 +97,22 @@ def sensitivities(
     for kind in kinds:
         if kind not in units:
             say(f"{kind} stay whole: {reasons.get(kind, 'the model has none')}")
-    there: list[Kind] = [kind for kind in kinds if kind in units]
-    if not there:
-        raise ConfigError(
-            "Nothing of this model can be cut",
-            got="; ".join(f"{kind}: {reasons.get(kind, 'the model has none')}" for kind in kinds),
-            need=f"one of {', '.join(units)}" if units else "a model with units that can be cut",
-            try_=f"--cut {','.join(units)}" if units else "tilewright export, which quantises without cutting",
-            where="--cut",
-        )
     found: list[CutCost] = []
+    there: list[Kind] = [kind for kind in kinds if kind in units]
     for kind in there:
         widths = {left(units[kind][0], share, MULTIPLE.get(kind, 1)): share for share in reversed(SHARES)}
         widths.pop(units[kind][0].count.units, None)
         for number, share in sorted(widths.items(), reverse=True):
             cut = partial(prune, model, {kind: share}, importance=importance, batches=batches, refit=refit)
             name = f"{kind} -> {number}"
-            made = unless_not_finite(record, name, say, partial(_cut, cut, held_out, name))
+            try:
+                made = unless_not_finite(record, name, say, partial(_cut, cut, held_out, name))
+            except LayoutError as error:
+                reasons[kind] = "; ".join(f"{one.what} ({one.got})" for one in error.problems)
+                say(f"{kind} stay whole: {reasons[kind]}")
+                del units[kind]
+                found = [cost for cost in found if cost.kind != kind]
+                break
             if made is None:
                 continue
             smaller, losses = made
@@ -108,7 +122,15 @@ def sensitivities(
             before, domains = units[kind][0].count.units, losses.rises_by_domain(whole)
             one = CutCost(kind, share, number, before, rise, error, saved, speed, domains)
             found.append(one)
-            say(f"{kind} -> {number}: loss {100 * rise:+.2f} % +- {100 * error:.2f}, {one.speed:.2f}x the time")
+            say(f"{name}: loss {100 * rise:+.2f} % +- {error_in_words(error)}, {one.speed:.2f}x the time")
+    if not any(kind in units for kind in kinds):
+        raise ConfigError(
+            "Nothing of this model can be cut",
+            got="; ".join(f"{kind}: {reasons.get(kind, 'the model has none')}" for kind in kinds),
+            need=f"one of {', '.join(units)}" if units else "a model with units that can be cut",
+            try_=f"--cut {','.join(units)}" if units else "tilewright export, which quantises without cutting",
+            where="--cut",
+        )
     return found
 
 

@@ -18,6 +18,8 @@ from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
 from tilewright.models.distill.hidden import pairs_of
+from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.session import train
 
 _WARMUP = 0.1
@@ -75,6 +77,7 @@ def stage_recipe(
         "log.report": False,
         "log.sinks": (),
         "checkpoint.export_hf": False,
+        "checkpoint.resume": "auto",
         "checkpoint.save_last": True,
     }
     if not source.reads_images:
@@ -83,8 +86,7 @@ def stage_recipe(
         rule = PrecisionRule.model_validate({"compute": integers})
         values["precision.rules"] = (*source.recipe.precision.rules, rule)
     recipe = changed(source.recipe, values)
-    kept = not pairs_of(source.recipe.distill)  # hidden values are not
-    cache = str(out.resolve() / ROWS) if kept else ""
+    cache = str(out.resolve() / ROWS) if rows_are_kept(source.recipe) else ""
     teacher = {"teacher": str(source.run.resolve()), "cache": cache}
     section = source.recipe.distill.model_copy(update=teacher) if taught else DistillSection()
     recipe = recipe.model_copy(update={"distill": section, "parallel": ParallelSection()})
@@ -92,6 +94,19 @@ def stage_recipe(
     if problems:
         raise ConfigError.from_problems(problems)
     return recipe
+
+
+def rows_are_kept(recipe: Recipe) -> bool:
+    """True if what the teacher makes of rows is kept: neither hidden values nor rows that do not come again are."""
+    return not pairs_of(recipe.distill) and recipe.data.rows == "packed"
+
+
+def trained_steps(source: ExportSource) -> int:
+    """Steps that a run has been trained for, which may be fewer than were asked for; of a model's folder, which does
+    not say, those of its recipe."""
+    if source.checkpoint == source.run:
+        return source.recipe.train.steps
+    return read_meta(source.checkpoint)["parts"]["counters"]["step"]
 
 
 def from_scratch(recipe: Recipe, name: str, steps: int) -> Recipe:
@@ -104,9 +119,12 @@ def run_stage(recipe: Recipe, source: ExportSource) -> Path:
     """Train a stage, or continue it; its folder.
 
     Raises:
-        CheckpointError: it was asked to stop before its last step; the same command continues from there.
+        CheckpointError: it was asked to stop before its last step; the same command continues from there. Or its
+            teacher is not what it was.
         NumericsError: its gradients are not finite; the stage is named.
     """
+    if recipe.distill.teacher:
+        _check_teacher(source)
     sources = dict.fromkeys((item.path for item in schema.fields()), f"compress of {source.run.name}")
     folder = Path(recipe.run.dir) / recipe.run.name
     with stage_named(recipe.run.name):
@@ -120,3 +138,21 @@ def run_stage(recipe: Recipe, source: ExportSource) -> Path:
             where=str(folder),
         )
     return folder
+
+
+def _check_teacher(source: ExportSource) -> None:
+    """Raise where a run, whose newest checkpoint teaches, has a newer one than when it was opened."""
+    if source.checkpoint == source.run:
+        return
+    store = CheckpointStore(source.run / "checkpoints")
+    paths = store.paths()
+    newest = paths[-1] if paths and paths[-1].name == source.checkpoint.name else store.newest_sound()[0]
+    store.close()
+    if newest is None or newest.name != source.checkpoint.name:
+        raise CheckpointError(
+            "Run was trained further while it was compressed",
+            got=f"{newest.name if newest else 'no checkpoint'}; compressed is {source.checkpoint.name}",
+            need="one teacher for all stages: the newest checkpoint of the run",
+            try_="tilewright compress of a copy of the run folder, or once the run has ended, with a new --out",
+            where=str(source.run),
+        )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.shares import ROUTER_BIAS, Place, Share, UnitGroup, stored
+from tilewright.core.errors import ConfigError
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import decoder_shapes, materialize
 from tilewright.models.decoder.config import DecoderConfig
@@ -29,6 +30,10 @@ Kept = Mapping[Place, Tensor]
 """Units that stay at each place, in ascending order, as many at each."""
 
 
+class LayoutError(ConfigError):
+    """Units of a kind cannot be cut in a model, whose other kinds may be."""
+
+
 @torch.no_grad()
 def cut(model: Any, units: UnitGroup, kept: Kept) -> Any:
     """A new model with these units alone.
@@ -40,6 +45,9 @@ def cut(model: Any, units: UnitGroup, kept: Kept) -> Any:
 
     Returns:
         A model of the same class, mode and dtypes; it shares no memory with the old one.
+
+    Raises:
+        LayoutError: the smaller shape asks for other tensors than the units that stay have.
     """
     sizes = {len(numbers) / units.parts.get(place, 1) for place, numbers in kept.items()}
     if len(sizes) != 1 or kept.keys() != set(units.places):
@@ -53,15 +61,27 @@ def cut(model: Any, units: UnitGroup, kept: Kept) -> Any:
             shares.setdefault(share.tensor, []).append((place, share))
     for name, target in stored(made).items():
         source = _old_name(name, units, kept)
+        if source not in own:
+            raise _not_alike(units.kind, f"{name} would be {source}, which is not there")
         value = own[source]
         for place, share in shares.get(source, ()):
             value = value.index_select(share.dim, share.index(kept[place], units.size(place)).to(value.device))
         if value.shape != target.shape:
-            raise AssertionError(f"{name}: {list(value.shape)} is cut, {list(target.shape)} in the smaller model")
+            here = f"{source} is {list(value.shape)}, {name} of the smaller model {list(target.shape)}"
+            raise _not_alike(units.kind, here)
         target.data = value.detach().clone()
     _same_dtypes(model, made)
     made.tie_weights()
     return made.train(model.training)
+
+
+def _not_alike(kind: Kind, got: str) -> LayoutError:
+    return LayoutError(
+        f"What {kind} are depends on their numbers",
+        got=got,
+        need="units that may stand at any number, as layers that are all alike",
+        try_="other kinds of unit; this one stays whole",
+    )
 
 
 def _made(model: Any, config: Any) -> Any:

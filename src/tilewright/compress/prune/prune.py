@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compress.prune.cut import Kept, cut, difference, limit, losses_of
+from tilewright.compress.prune.cut import Kept, LayoutError, cut, difference, limit, losses_of
 from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.readers import Batch
@@ -76,7 +76,8 @@ def prune(
             (`norms.estimate_norms`).
 
     Raises:
-        ConfigError: a share out of range, or a kind that this model has not or that cannot be cut in it.
+        ConfigError: a share out of range, or a kind that this model has not or that cannot be cut in it (LayoutError,
+            where that shows when it is cut).
         NumericsError: scores or losses are not finite.
 
     Example:
@@ -162,7 +163,7 @@ def _cut_kind(
             need="finite weights",
             try_="an earlier checkpoint of the run",
         )
-    raise ConfigError(
+    raise LayoutError(
         f"Layout of {kind} is not understood",
         got=f"losses of the cut model differ by {min(seen):.1e} of their mean from those with the units at zero",
         need=f"at most {limit(model, kind):.1e}",

@@ -7,7 +7,7 @@ dimension of several numbers per unit is laid out (one unit after another, or pa
 `cut.check` tries with numbers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewright.compress.prune.channels import find_channels
@@ -35,6 +35,24 @@ def find_units(model: Any) -> tuple[dict[Kind, tuple[UnitGroup, ...]], dict[Kind
         else:
             found[kind] = units
     return found, whole
+
+
+def parameters_left(model: Any, numbers: Mapping[Kind, int]) -> int:
+    """Parameters of a model with fewer units, tied ones once, by its shape alone: no tensor is made.
+
+    Args:
+        model: a `models.base.protocols.Model`.
+        numbers: of units that stay, by kind that can be cut. Of layers the first ones count: where not all are alike,
+            others may have more or fewer.
+    """
+    shape = model.config
+    for kind in sorted(numbers, key=lambda kind: kind == "layers"):
+        count = counts(shape)[kind]
+        assert isinstance(count, Count)
+        shape = count.fewer(range(numbers[kind]))
+    meta_model = spec_of(model.architecture).meta_model
+    assert meta_model is not None
+    return sum(param.numel() for param in meta_model(shape, model.kernels, model.task).parameters())
 
 
 def _find(model: Any, kind: Kind, count: Count) -> tuple[UnitGroup, ...] | str:

@@ -3,7 +3,8 @@
 Each pair of layers adds weight / M * sum over targets of |P x - t|^2 / |t|^2 to the loss: x is the residual stream
 behind the student's layer, t that behind the teacher's, P a matrix that is learned with the run (Romero et al.,
 "FitNets: Hints for Thin Deep Nets", 2015, section 2.2), or none where both are equally wide. Or x and t are what the
-attention of the two layers gives out, before it is added to the stream. t travels with the batch.
+attention of the two layers gives out, before it is added to the stream. t travels with the batch. Where t is zero, as
+that of an attention that gives out nothing, no distance is relative to it: it adds nothing.
 
 A pair's loss is computed where its layer has run, and its gradient joins that of the stream there, as losses of routers
 do in Megatron-LM (`MoEAuxLossAutoScaler`). So a layer that runs alone, is recomputed or is compiled needs none of the
@@ -131,9 +132,10 @@ class HiddenLoss(nn.Module):
         if len(self.projections):
             x_BSD = machines_linear(x_BSD, self.projections[place].to(x_BSD.dtype))
         theirs_BSE = theirs_BSE.to(dtype).masked_fill(~targets_BS[..., None], 0.0)
-        size_BS = theirs_BSE.square().sum(-1).clamp_min(torch.finfo(dtype).tiny)
-        apart_BSE = (x_BSD.to(dtype) - theirs_BSE).masked_fill(~targets_BS[..., None], 0.0)
-        return apart_BSE.square().sum(-1) / size_BS
+        size_BS, limits = theirs_BSE.square().sum(-1), torch.finfo(dtype)
+        says_BS = ~(size_BS <= limits.tiny / limits.eps)  # NaN does: it is no zero
+        apart_BSE = (x_BSD.to(dtype) - theirs_BSE).masked_fill(~(targets_BS & says_BS)[..., None], 0.0)
+        return apart_BSE.square().sum(-1) / size_BS.masked_fill(~says_BS, 1.0)
 
     def added(self, out: LossOutput, context: LayerContext) -> LossOutput:
         """The loss of a batch with that of all pairs, after all layers have run.

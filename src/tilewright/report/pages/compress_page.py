@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compress.budget.hours import PROOF_S
-from tilewright.compress.budget.rises import NEAR, near_in_time, ruling
+from tilewright.compress.budget.rises import NEAR, error_in_words, near_in_time, ruling
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.report.template import fill
 
@@ -82,7 +82,7 @@ def render_compression(record: Mapping[str, Any]) -> str:
 def _stages(record: Mapping[str, Any]) -> CompressTable:
     rows = []
     for plan in record.get("plans", ()):
-        predicted = f"{_percent(plan['rise_before'])}", f"{100 * plan['error']:.2f}"
+        predicted = f"{_percent(plan['rise_before'])}", error_in_words(plan["error"])
         if plan["name"] in record["recovered"]:
             rows.append((f"{plan['name']}, as it was predicted before recovery", *predicted, "", "", ""))
     for row in record["recovered"].values():
@@ -106,8 +106,8 @@ def _stages(record: Mapping[str, Any]) -> CompressTable:
 
 def _measured(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Both rises, each with its error."""
-    error = row.get("equal_error")
-    return _percent(row["rise"]), _error(row), _equal(row), "" if error is None else f"{100 * error:.2f}"
+    equal_error = "" if row.get("equal_rise") is None else error_in_words(row["equal_error"])
+    return _percent(row["rise"]), error_in_words(row["error"]), _equal(row), equal_error
 
 
 def _artefacts(record: Mapping[str, Any]) -> CompressTable:
@@ -150,7 +150,7 @@ def _sensitivity(record: Mapping[str, Any]) -> CompressTable:
         (
             f"{row['kind']} -> {row['units']}",
             _percent(row["rise"]),
-            _error(row),
+            error_in_words(row["error"]),
             f"{row['saved']:,}",
             f"{row['speed']:.2f}x",
         )
@@ -249,10 +249,6 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:+.2f} %"
-
-
-def _error(row: Mapping[str, Any]) -> str:
-    return f"{100 * row['error']:.2f}"
 
 
 def _size(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:

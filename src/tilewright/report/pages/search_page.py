@@ -4,6 +4,7 @@ beside measured, each replacement alone. Made from search.json; opens offline.""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tilewright.compress.budget.rises import error_in_words
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.pages.simulate_page import PageTable
@@ -39,7 +40,7 @@ def verdict_of(record: Mapping[str, Any]) -> str:
     if "verdict" not in record:
         return f"{run}: stopped before a verdict"
     best = record["candidates"][record["chosen"]]
-    found = f"{best['name']}, {_costs(best, record)}, loss {_percent(best['rise'])} +- {100 * best['error']:.2f}"
+    found = f"{best['name']}, {_costs(best, record)}, loss {_percent(best['rise'])} +- {error_in_words(best['error'])}"
     alike = _uniform(record)
     beside = "" if alike is None else f"; layers alike: {_costs(alike, record)}, loss {_percent(alike['rise'])}"
     if record["verdict"] != "within limits":
@@ -126,7 +127,7 @@ def _losses(record: Mapping[str, Any]) -> PageTable:
     rows = []
     for which, row in _trained(record):
         rises = (row["predicted"]["rise"], row["rise_before"], row["rise"])
-        rows.append((*which, *map(_percent, rises), f"{100 * row['error']:.2f}"))
+        rows.append((*which, *map(_percent, rises), error_in_words(row["error"])))
     columns = ("shape", "which", "predicted", "as put together", "trained", "error")
     return PageTable("Losses, predicted beside trained", "Over the run's.", columns, rows, frozenset(("which",)))
 
@@ -175,7 +176,7 @@ def _replacements(record: Mapping[str, Any]) -> PageTable:
         errors = ("",) * 3 if trained is None else (f"{trained[name]:.3f}" for name in ("begun", "fitted", "error"))
         layer, _, part = place.partition(".")
         is_finite = row["rise"] is not None
-        loss = (_percent(row["rise"]), f"{100 * row['error']:.2f}") if is_finite else ("not finite", "")
+        loss = (_percent(row["rise"]), error_in_words(row["error"])) if is_finite else ("not finite", "")
         rows.append((f"layer {layer}, {part}", _in_words(name), *loss, *errors))
     lead = (
         "Held-out loss with this one in place and all else the run's. Missing: mean square of the difference to the "

@@ -131,18 +131,19 @@ def _task_of(name: str) -> str:
 
 def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
     from tilewright.compress.budget.hours import in_hours
+    from tilewright.compress.budget.rises import error_in_words
     from tilewright.core.units import format_bytes, format_seconds
 
     whole = compression.record["parameters"]
     rows = [
         (
             plan.name,
-            f"{100 * plan.rise:+.2f} % +- {100 * plan.error:.2f}",
-            f"{whole - plan.saved:,}",
-            format_bytes(4 * (whole - plan.saved)),
+            f"{100 * plan.rise:+.2f} % +- {error_in_words(plan.error)}",
+            f"{row['parameters']:,}",
+            format_bytes(4 * row["parameters"]),
             f"{plan.speed:.2f}x, {1000 * plan.speed * compression.record['seconds']:.2f} ms",
         )
-        for plan in plans
+        for plan, row in zip(plans, compression.record["plans"], strict=True)
     ]
     measure = "share that is wrong" if compression.record.get("points") else "loss"
     click.echo(f"{measure} {compression.record['loss']:.4f} of {whole:,} parameters; largest cut first")

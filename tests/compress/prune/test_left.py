@@ -1,0 +1,61 @@
+"""What a cut leaves: parameters are known from shapes alone, and layers that are not alike are not taken for others."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.compress.prune.models import FOREIGN, drawn, ours
+from tests.draws import examples
+from tests.models.shapes import KERNELS
+from tilewright.compress.prune.cut import LayoutError
+from tilewright.compress.prune.prune import prune
+from tilewright.compress.prune.units import parameters_left
+from tilewright.models.hf.load import load_hf
+
+KINDS = {
+    "gqa": ("ffn", "heads", "layers"),
+    "tied": ("ffn", "layers"),
+    "gqa_moe": ("ffn", "heads", "experts", "expert_channels"),
+}
+
+
+@examples(12)
+@given(name=st.sampled_from(list(KINDS)), data=st.data())
+def test_parameters_of_cuts_together_are_those_of_the_model_that_they_make(name, data):
+    """Kinds may share weights, as layers do with all others: the sum of what each saves alone may be more than all."""
+    model = ours(name)
+    kinds = data.draw(st.lists(st.sampled_from(KINDS[name]), min_size=1, unique=True))
+    shares = {kind: data.draw(st.sampled_from([0.0, 0.3, 0.6, 0.9])) for kind in kinds}
+    made = prune(model, shares, importance="l1", multiple={})
+    assert parameters_left(model, made.after) == sum(param.numel() for param in made.model.parameters())
+
+
+SPARSE = {
+    "every second layer has experts": {"decoder_sparse_step": 2},
+    "the first layer has none": {"mlp_only_layers": [0]},
+}
+
+
+@pytest.mark.parametrize("how", SPARSE)
+def test_layers_that_are_what_their_number_says_are_not_cut(how):
+    """Qwen3-MoE has experts by the number of a layer. One that moves up would be asked for weights that it has not;
+    nothing is made then. Other kinds can be cut."""
+    import transformers
+
+    values = FOREIGN["Mixtral"][1] | SPARSE[how]
+    values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(**values | {"num_hidden_layers": 4})
+    model = load_hf(config, "causal_lm", kernels=KERNELS)
+    model.net.set_experts_implementation("eager")  # torch's grouped matmul has no FP64
+    drawn(model)
+    with torch.no_grad():  # the first layer goes
+        for name, param in model.named_parameters():
+            if ".layers.0." in name:
+                param.mul_(1e-3)
+    with pytest.raises(LayoutError, match="depends on their numbers") as error:
+        prune(model, {"layers": 0.25}, importance="l1")
+    assert all(problem.got and problem.need and problem.try_ for problem in error.value.problems)
+    pruned = prune(model, {"heads": 0.5}, importance="l1")
+    assert pruned.after == {"heads": 1}
+    assert parameters_left(model, pruned.after) == sum(param.numel() for param in pruned.model.parameters())
