@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
+from tilewright.training.checkpoint import store as store_module
 from tilewright.training.checkpoint import writing
 from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
@@ -143,6 +145,46 @@ def test_partial_folders_are_no_checkpoints_and_are_removed(tmp_path):
     assert store.newest_sound()[0] == store.path_of(1)
     assert [path.name for path in store.remove_unfinished()] == ["step_00000002.partial"]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def _all(store: CheckpointStore) -> None:
+    """What a run does with the checkpoints that are there, and with the next one."""
+    _, rejected = store.newest_sound()
+    for rejection in rejected:
+        store.set_aside(rejection)
+    store.remove_unfinished()
+    _save(store, 4)
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("what", ["folder", "checkpoints"])
+def test_what_goes_away_between_listing_and_use_is_gone(tmp_path, monkeypatch, number, what):
+    """Another process removes it: at each place where a checkpoint is opened, renamed or removed."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    _save(CheckpointStore(store.folder, keep=3), 1)
+    for step, end in ((2, ""), (3, ""), (5, ".partial"), (6, ".partial")):
+        shutil.copytree(store.path_of(1), store.path_of(step).with_suffix(end))
+    (store.path_of(3) / "meta.json").write_text("{")
+    places = []
+
+    def meanwhile(module, name):
+        real = getattr(module, name)
+
+        def call(path, *args):
+            places.append(name)
+            if len(places) == number + 1:
+                shutil.rmtree(store.folder if what == "folder" else path, ignore_errors=True)
+            return real(path, *args)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("check_manifest", "listed_files", "read_index", "remove_folder"):
+        meanwhile(store_module, name)
+    meanwhile(Path, "rename")
+    _all(store)
+    assert len(places) > number
+    assert [path.name for path in store.folder.iterdir() if path.suffix != ".rejected"] == ["step_00000004"]
+    assert store.newest_sound() == (store.path_of(4), [])
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -26,6 +26,9 @@ def samples(run, steps):
 def test_samples_of_steps_are_left_out_and_listed_first(data, tmp_path, capsys):
     run = tmp_path / "tiny"
     train(tiny(data, tmp_path, **SMALL))
+    for end in ("rejected", "partial"):  # neither is a checkpoint of the run
+        other = shutil.copytree(run / "checkpoints/step_00000006", run / f"checkpoints/step_00000007.{end}")
+        (other / "meta.json").write_text("{")
     before = samples(run, range(1, 7))
     assert before == [list(range(5 * n, 5 * n + 5)) for n in range(6)]
     with pytest.raises(CheckpointError, match="behind the newest checkpoint") as caught:

@@ -7,6 +7,7 @@ finds truncated and corrupt files; it is no protection against someone who means
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
@@ -102,6 +103,19 @@ def check_manifest(folder: Path) -> str | None:
 def listed_files(folder: Path) -> set[str]:
     """Names of the files in a manifest that `check_manifest` has found right."""
     return set(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder and what is in it; what another process removes at the same time, all of it included, is fine.
+
+    Raises:
+        OSError: it, or something in it, cannot be removed, or it is no folder.
+    """
+    while os.path.lexists(path):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:  # something in it went away between listing and removal; the rest is still there
+            continue
 
 
 def publish_folder(partial: Path, final: Path) -> None:

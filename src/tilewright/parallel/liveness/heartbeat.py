@@ -249,7 +249,7 @@ def take_lost(folder: Path) -> tuple[RankRecord, ...]:
     records are removed."""
     lost = tuple(record for record in records(folder).values() if not record.end)
     for path in (folder / FOLDER).glob("*.json"):
-        path.unlink()
+        path.unlink(missing_ok=True)
     return lost
 
 

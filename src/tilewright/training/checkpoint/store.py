@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tilewright.core.atomic_io import check_manifest, listed_files
+from tilewright.core.atomic_io import check_manifest, listed_files, remove_folder
 from tilewright.core.errors import CheckpointError
 from tilewright.parallel.world import World
 from tilewright.training.checkpoint.failures import (
@@ -37,6 +38,7 @@ from tilewright.training.checkpoint.failures import (
     short_reason,
 )
 from tilewright.training.checkpoint.index import INDEX, IndexFormatError, TensorLoadPlanner, TensorReader, read_index
+from tilewright.training.checkpoint.meta import checkpoints_in, name_of, step_of
 from tilewright.training.checkpoint.writing import (
     Content,
     Live,
@@ -48,7 +50,6 @@ from tilewright.training.checkpoint.writing import (
 )
 
 T = TypeVar("T")
-_PREFIX = "step_"
 _PARTIAL = ".partial"
 _REJECTED = ".rejected"
 _PATIENCE = timedelta(days=1)
@@ -232,58 +233,63 @@ class CheckpointStore:
         paths = self.paths()
         if len(paths) < 2 or check_manifest(paths[-1]) is not None:
             return None
-        shutil.rmtree(paths[0])
+        remove_folder(paths[0])
         return paths[0]
 
     @property
     def newest_step(self) -> int | None:
         """Step of the newest checkpoint, unverified; None where there is none."""
         paths = self.paths()
-        return int(paths[-1].name.removeprefix(_PREFIX)) if paths else None
+        return step_of(paths[-1]) if paths else None
 
     def _prune(self) -> None:
         """Delete all but the `keep` newest. The newest was just written, so one valid checkpoint always stays."""
         for path in self.paths()[: -self.keep]:
-            shutil.rmtree(path)
+            remove_folder(path)
 
     # ---- finding ----
 
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint after `step`."""
-        return self.folder / f"{_PREFIX}{step:08d}"
+        return self.folder / name_of(step)
 
     def paths(self) -> list[Path]:
         """Finished checkpoint folders, oldest first, unverified."""
-        try:  # asked first, the folder could go away before it is listed
-            every = list(self.folder.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        found = [p for p in every if p.name.startswith(_PREFIX) and p.name[len(_PREFIX) :].isdecimal()]
-        return sorted(found, key=lambda p: int(p.name[len(_PREFIX) :]))
+        return checkpoints_in(self.folder)
 
     def newest_sound(self) -> tuple[Path | None, list[Rejection]]:
-        """The newest checkpoint whose files are what was written, and the newer ones that are not. Changes nothing."""
+        """The newest checkpoint whose files are what was written, and the newer ones that are not. Changes nothing; one
+        that goes away meanwhile is neither."""
         rejected = []
         for path in reversed(self.paths()):
             reason = why_unsound(path)
             if reason is None:
                 return path, rejected
-            rejected.append(Rejection(path, reason))
+            if path.exists():
+                rejected.append(Rejection(path, reason))
         return None, rejected
 
     def set_aside(self, rejection: Rejection) -> None:
-        """Rename a bad checkpoint to `.rejected`, so that its step can be saved again and it can still be looked at."""
+        """Rename a bad checkpoint to `.rejected`, so that its step can be saved again and it can still be looked at;
+        one that was removed meanwhile is gone."""
         target = rejection.path.with_name(rejection.path.name + _REJECTED)
-        if target.exists():
-            shutil.rmtree(target)
-        rejection.path.rename(target)
+        remove_folder(target)
+        with suppress(FileNotFoundError):
+            rejection.path.rename(target)
 
     def remove_unfinished(self) -> list[Path]:
         """Delete the `.partial` folders that a killed process left; returns their paths."""
-        left = sorted(self.folder.glob(f"{_PREFIX}*{_PARTIAL}")) if self.folder.is_dir() else []
+        try:
+            left = sorted(path for path in self.folder.iterdir() if _is_unfinished(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         for path in left:
-            shutil.rmtree(path)
+            remove_folder(path)
         return left
+
+
+def _is_unfinished(path: Path) -> bool:
+    return path.suffix == _PARTIAL and step_of(path.with_suffix("")) is not None
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -350,9 +356,8 @@ def why_unsound(folder: Path) -> str | None:
 
 
 def _misfits(folder: Path) -> Iterator[str]:
-    listed = listed_files(folder)
     try:
-        index = read_index(folder)
+        listed, index = listed_files(folder), read_index(folder)
     except (OSError, IndexFormatError) as error:
         yield str(error)
         return

@@ -13,7 +13,6 @@ shards, as many as this rank's.
 
 import math
 import os
-import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 
-from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, write_entries
+from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, remove_folder, write_entries
 from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
 from tilewright.memory.offload.pinned import pinned_empty, unpin
@@ -124,8 +123,7 @@ def _check_replicas(content: Content, group: dist.ProcessGroup | None, done: Cal
 
 def _make(partial: Path) -> None:
     partial.parent.mkdir(exist_ok=True)  # no parents: a run folder that was deleted does not come back
-    if partial.exists():
-        shutil.rmtree(partial)
+    remove_folder(partial)
     partial.mkdir()
 
 

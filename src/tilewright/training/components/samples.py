@@ -22,7 +22,7 @@ from tilewright.data.dataset.open_built import built_at
 from tilewright.data.prepare import prepare
 from tilewright.parallel.pipeline.assignment import any_count
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.meta import META, checkpoints_in, read_meta, step_of
 from tilewright.training.runlog.run_folder import RunFolder
 
 
@@ -126,7 +126,7 @@ def skip_steps(run: Path, first: int, last: int) -> tuple[int, int]:
         )
     with RunFolder(run), _reading(run, recipe) as (stream, done):
         if done >= first:
-            behind = [path for path in sorted((run / "checkpoints").glob("step_*")) if _step_of(path) >= first]
+            behind = [path for path in checkpoints_in(run / "checkpoints") if (step_of(path) or 0) >= first]
             raise CheckpointError(
                 "Steps to skip are behind the newest checkpoint",
                 got=f"a checkpoint of step {done}, which was trained on step {first}",
@@ -140,17 +140,12 @@ def skip_steps(run: Path, first: int, last: int) -> tuple[int, int]:
     return start, stop
 
 
-def _step_of(checkpoint: Path) -> int:
-    number = checkpoint.name.removeprefix("step_")
-    return int(number) if number.isdecimal() else -1
-
-
 @contextmanager
 def _reading(run: Path, recipe: Recipe) -> Iterator[tuple[Stream, int]]:
     """The run's stream with its log, and the steps of its newest checkpoint."""
     with stream_of(recipe, _prepared(recipe), rank=0, world=1, prefetch=0) as stream:
-        checkpoints = sorted((run / "checkpoints").glob("step_*/meta.json"))
-        state = read_meta(checkpoints[-1].parent)["parts"]["stream"] if checkpoints else None
+        checkpoints = [path for path in checkpoints_in(run / "checkpoints") if (path / META).exists()]
+        state = read_meta(checkpoints[-1])["parts"]["stream"] if checkpoints else None
         if state is not None:
             stream.load_state_dict(state)
         if (run / LOG).exists():
