@@ -90,15 +90,16 @@ def test_a_plan_builds_asks_and_traces_a_model_once_for_each_thing_that_differs(
         counted(trace, name)
     for name in ("hf_shapes", "load_hf", "whole_architecture"):
         counted(build, name)
-    for name in ("_run", "_flops_behind_last_saved"):
+    for name in ("_run", "_backward"):
         counted(layer_trace, name)
     counted(trace.Tracer, "trace")
     counted(fp8_layout, "quantize")
     assert run(["plan", str(foreign), *settings_of(tmp_path, talks), "--on", "4090", "--json"]) == 0
     built = {"hf_shapes": 1, "load_hf": 3}  # what is checked has real integers, and adapters differ by way
     asked = {"document_styles": 1, "has_plain_head": 1}
-    # Of a layer all is measured in 4 passes, of 8 bits without traffic in 3, of their twin's traffic in 1.
-    traced = {"convert": 4, "trace": 8, "_run": 2 * (4 + 3 + 1 + 4), "_flops_behind_last_saved": 3}
+    # Of a layer all is measured in 3 passes forward and 3 back, of 8 bits without traffic in 3 and 2, of their twin's
+    # traffic in one.
+    traced = {"convert": 4, "trace": 8, "_run": 2 * (3 + 3 + 1 + 3), "_backward": 2 * (3 + 2 + 1 + 3)}
     assert counts == built | asked | traced
 
 

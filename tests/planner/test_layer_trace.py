@@ -1,4 +1,7 @@
-"""One pass through a layer tells what three passes keep, and what its token-wise part is called with."""
+"""One pass through a layer tells what three passes keep, what passes of their own would move, and what its token-wise
+part is called with."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from tilewright.models.base.checkpointing import CONTEXTS
 from tilewright.planner.model.skeleton import skeleton_of
 from tilewright.planner.trace.byte_counter import MatmulCounter
 from tilewright.planner.trace.fake_model import text_inputs
-from tilewright.planner.trace.layer_trace import MLP_NAME, Measures, _Checkpointed, _flops_behind_last_saved, _run
+from tilewright.planner.trace.layer_trace import MLP_NAME, Measures, _run, _Selected, trace_layers
 from tilewright.planner.trace.trace import Tracer
 from tilewright.precision.policy.policy import Policy
 
@@ -36,15 +39,18 @@ def test_one_pass_tells_what_each_mode_keeps(name, mode, tmp_path):
     skeleton = skeleton_of(recipe, 2)
     policy = Policy.from_section(recipe.precision, "cpu")
     tracer = Tracer(skeleton.model, skeleton.names, recipe, policy, make_machine())
-    found = tracer.trace(1, Measures.MEMORY).layers.memory
-    apart, busy = [], []
+    layers = tracer.trace(1, Measures.MEMORY | Measures.TRAFFIC).layers
+    found = layers.memory
+    apart, traffic, busy = [], [], []
 
     def measure(layer, args, kwargs):
         if busy:
             return
         busy.append(layer)
         kept = [
-            _run(_Checkpointed(layer, CONTEXTS[name]), args, kwargs, backward=False).kept
+            _run(
+                partial(checkpoint, layer, use_reentrant=False, context_fn=CONTEXTS[name]), args, kwargs, work=False
+            ).kept
             for name in ("selective", "matmuls", "attention")
         ]
         part = next(child for name, child in layer.named_children() if MLP_NAME.search(name))
@@ -52,9 +58,10 @@ def test_one_pass_tells_what_each_mode_keeps(name, mode, tmp_path):
         handle = part.register_forward_pre_hook(lambda _, a, k: calls.append((a, k)), with_kwargs=True)
         layer(*args, **kwargs)
         handle.remove()
-        alone = _run(part, *calls[0])
+        alone, plain = _run(part, *calls[0]), _run(layer, args, kwargs)
         size = next(value for value in calls[0][0] if isinstance(value, Tensor)).nbytes
-        apart.append([*kept, alone.kept - size, alone.work])
+        apart.append([*kept, alone.kept - size, alone.work, plain.kept, plain.work])
+        traffic.append(_run(layer, args, kwargs, traffic=True, work=False).traffic)
         busy.clear()
 
     with tracer._faked():
@@ -63,9 +70,9 @@ def test_one_pass_tells_what_each_mode_keeps(name, mode, tmp_path):
         ids, arguments = text_inputs(tracer.model, 1, 24, torch.device("cpu"), tracer.calls.styles[0])
         with torch.no_grad():
             tracer.model.net(input_ids=ids, **arguments)
-    assert apart == [
-        [one.kept_selective, one.kept_matmuls, one.kept_attention, one.mlp_kept, one.mlp_work] for one in found
-    ]
+    names = ("kept_selective", "kept_matmuls", "kept_attention", "mlp_kept", "mlp_work", "kept", "work")
+    assert apart == [[getattr(one, name) for name in names] for one in found]
+    assert traffic == list(layers.traffic)
     # Attention with dropout is no fused operation on a CPU, and its products are matmuls like others.
     assert all((one.kept_matmuls < one.kept_selective) == (name != "gpt2") for one in found)
 
@@ -96,4 +103,23 @@ def test_flops_behind_what_is_saved_are_those_that_checkpoint_does_not_repeat(ki
         return once, counter.flops
 
     (forward, plain), (_, again) = flops(layer), flops(lambda x: checkpoint(layer, x, use_reentrant=False))
-    assert _flops_behind_last_saved(layer, (x,), {}) == forward - (again - plain)
+    selected = _Selected()
+    with selected.dropping():
+        _run(layer, (x,), {}, work=False, live=selected)
+    assert selected.flops_behind == forward - (again - plain)
+
+
+def test_a_run_ends_behind_the_last_layer_and_a_layer_is_measured_where_it_comes_first():
+    first, second, calls = nn.Linear(4, 4), nn.Linear(4, 4), []
+
+    def run():
+        for name, layer in (("first", first), ("again", first), ("second", second), ("behind", first)):
+            calls.append(name)
+            layer(torch.zeros(2 if name == "first" else 3, 4))
+
+    found = trace_layers([second, first], run, Measures.TRAFFIC)
+    assert calls == ["first", "again", "second"]
+    assert [len(part) for part in (found.memory, found.traffic, found.flops)] == [0, 2, 0]
+    assert found.traffic[1] == _run(first, (torch.zeros(2, 4),), {}, traffic=True).traffic
+    with pytest.raises(ValueError, match="does not run"):
+        trace_layers([first, nn.Linear(4, 4)], run)

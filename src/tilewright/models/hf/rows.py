@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.stacks import one_of_each_kind
 
 _SHORT = 6
 """Positions of the short row: fewer than any row of data has."""
@@ -59,14 +60,21 @@ def position_limit(net: nn.Module, at_least: int) -> int | None:
     Returns:
         The limit; None where rows of `at_least` positions fit, as with rotary and relative positions.
     """
-    for limit in sorted(set(row_use(net).limits)):
+    for limit in sorted(set(_limits(net))):
         if limit >= at_least:
             return None
         # A table that grows with the row, as sinusoidal ones may, is longer now.
-        longer = row_use(net, limit + 1).limits
+        longer = _limits(net, limit + 1)
         if not longer or min(longer) <= limit:
             return limit
     return None
+
+
+def _limits(net: nn.Module, length: int = _SHORT) -> list[int]:
+    """As `RowUse.limits`. Layers of one kind read alike: one of each runs, where a model can do without the others."""
+    with one_of_each_kind(net):
+        use = row_use(net, length)
+    return row_use(net, length).limits if use.unused is None else use.limits
 
 
 @torch.no_grad()

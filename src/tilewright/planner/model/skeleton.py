@@ -12,6 +12,7 @@ from torch import nn
 from tilewright.core.config.recipe import LoraSection, ParallelSection, Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.hidden_matrices import hidden_matrices
+from tilewright.models.base.stacks import find_stack, keep_layers
 from tilewright.models.build import build_model, decoder_config, spec_of
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.moe import MoE
@@ -19,7 +20,6 @@ from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.experts.stacked import stacked_experts
 from tilewright.parallel.inside.tensor.cuts import config_on_rank
 from tilewright.parallel.inside.tensor.foreign import cut_shapes
-from tilewright.planner.model.stacks import find_stack, keep_layers
 from tilewright.planner.model.weights import Weights
 from tilewright.precision.assign.decide import ConversionPlan, decide_all
 from tilewright.precision.assign.gathered import coded_weights, narrow_weights
@@ -240,7 +240,7 @@ def _foreign_skeleton(model: Any) -> Skeleton:
     """Sort the layers of a third-party model by structure and keep one of each."""
     stack = find_stack(model)
     if stack is not None:
-        keep_layers(model, stack, [indices[0] for indices in stack.kinds])
+        keep_layers(model, stack, stack.firsts)
     kinds = stack.kinds if stack is not None else ()
     names = tuple(f"{stack.name}.{place}" for place in range(len(kinds))) if stack is not None else ()
     return Skeleton(model, names, kinds, _embedding(model, names), None)

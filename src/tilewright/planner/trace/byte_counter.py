@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from tilewright.ops.backends.native import dequant_gemm, wide_ops  # noqa: F401  they register what is counted here
@@ -113,6 +112,21 @@ class GemmKind:
     groups: int
 
 
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among arguments or results of an operation, and in lists of them: there is nothing deeper. torch's own
+    walk through trees takes several times as long, and this comes with each operation.
+
+    Example:
+        >>> len([*tensors_in((torch.ones(2), 3, [torch.ones(1), None]))])
+        2
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
 class TooLong(Exception):
     """More operations than `LiveBytes` was to count."""
 
@@ -137,6 +151,11 @@ class MatmulCounter(TorchDispatchMode):
     def flops(self) -> float:
         """FLOPs of all kinds together, attention's among them."""
         return flops_of(self.gemms) + self.attention
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch's wrapper around what follows takes as long as the counting, and nothing is compiled here."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
@@ -230,9 +249,9 @@ class LiveBytes(MatmulCounter):
         if self.limit and self.operations > self.limit:
             raise TooLong(f"more than {self.limit:,} operations")
         self._count_matmuls(func.overloadpacket, out, args, kwargs or {})
-        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        read = [*tensors_in(args), *tensors_in((kwargs or {}).values())]
         old = {id(t.untyped_storage()) for t in read}
-        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        written = [*tensors_in((out,))]
         in_place = self.in_backward and func is _aten.add.Tensor and written[0].shape == read[0].shape
         made = sum(self._add(tensor.untyped_storage(), old) for tensor in written)
         if not in_place:
@@ -350,7 +369,7 @@ def flops_of(gemms: Mapping[GemmKind, tuple[int, float]]) -> float:
 
 def _kind(module: str, packet: Any, args: Any) -> GemmKind:
     """The kind of a matmul of these arguments; its weight is the last of them."""
-    operands = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
+    operands = [t for t in tensors_in(args) if t.is_floating_point() and t.dim() > 1]
     weight = operands[-1]
     if packet is _aten._grouped_mm and weight.dim() == 3:
         return GemmKind(module, weight.dtype, prod(weight.shape[1:]) ** 0.5, weight.shape[0])

@@ -20,11 +20,16 @@ class TraceMode(FakeTensorMode):
     Legend: M rows  K depth  N width  E groups.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled here, and torch's wrapper comes with each operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:
             with self:
                 return _grouped(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs or {})
 
 
 def _grouped(

@@ -9,7 +9,7 @@ Legend: B rows  S positions.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
-from tilewright.models.base.checkpointing import CONTEXTS, POLICIES
-from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, MatmulCounter, flops_of
+from tilewright.models.base.checkpointing import POLICIES
+from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, flops_of, tensors_in
 from tilewright.planner.trace.routed_rows import ExpertCalls, RoutedRows
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
@@ -96,10 +96,15 @@ class TracedLayers:
     flops: tuple[TracedFlops, ...] = ()
 
 
+class _AllMeasured(Exception):
+    """Ends a run in which the last layer was measured."""
+
+
 def trace_layers(
     layers: Sequence[nn.Module], run: Callable[[], object], measures: Measures = Measures.ALL
 ) -> TracedLayers:
-    """Measure each layer while `run` passes through all of them. Needs fake tensors all around.
+    """Measure each layer where `run` comes to it first; behind the last of them it is not run on. Needs fake tensors
+    all around.
 
     Raises:
         ValueError: a layer that does not run.
@@ -110,14 +115,17 @@ def trace_layers(
     busy = []
 
     def measure(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        if not busy:  # the measurement calls the layer too
-            busy.append(layer)
-            found[id(layer)] = _LayerProbe(layer, args, kwargs, measures)
-            busy.pop()
+        if busy or id(layer) in found:  # the measurement calls the layer too
+            return
+        busy.append(layer)
+        found[id(layer)] = _LayerProbe(layer, args, kwargs, measures)
+        busy.pop()
+        if len(found) == len(layers):
+            raise _AllMeasured
 
     handles = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in layers]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), suppress(_AllMeasured):
             run()
     finally:
         for handle in handles:
@@ -137,18 +145,16 @@ class _LayerProbe:
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any, measures: Measures) -> None:
         self.memory: TracedMemory | None = None
-        self.traffic: TracedTraffic | None = None
         self.flops: TracedFlops | None = None
-        if Measures.TRAFFIC in measures:
-            live = _run(layer, args, kwargs, parameters=[p for p in layer.parameters() if p.requires_grad]).live
-            self.traffic = TracedTraffic(live.moved, live.fresh, live.operations)
-        if not measures & (Measures.MEMORY | Measures.FLOPS):
-            return
+        traffic, more = Measures.TRAFFIC in measures, bool(measures & (Measures.MEMORY | Measures.FLOPS))
         experts, part, selected = ExpertCalls(layer), _MlpCall(layer), _Selected()
         with experts.watched():
-            whole = _run(layer, args, kwargs)
-        with part.watched():
-            some = _run(_Checkpointed(layer, CONTEXTS["selective"]), args, kwargs, backward=False, live=selected)
+            whole = _run(layer, args, kwargs, traffic=traffic, work=more)
+        self.traffic = whole.traffic
+        if not more:
+            return
+        with part.watched(), selected.dropping():
+            some = _run(layer, args, kwargs, work=False, live=selected)
         mlp = None if part.call is None else _run(part.mlp, *part.call)
         if Measures.MEMORY in measures:
             self.memory = TracedMemory(
@@ -165,22 +171,11 @@ class _LayerProbe:
         if Measures.FLOPS in measures:
             self.flops = TracedFlops(
                 gemms=whole.gemms,
-                last_matmuls=_flops_behind_last_saved(layer, args, kwargs),
+                last_matmuls=selected.flops_behind,
                 mlp_matmuls=0.0 if mlp is None else flops_of(mlp.gemms),
                 attention=whole.attention,
                 routed=experts.rows,
             )
-
-
-class _Checkpointed:
-    """A layer that is recomputed, but for what a `context_fn` keeps of it."""
-
-    def __init__(self, layer: nn.Module, context_fn: Callable[[], Any]) -> None:
-        self.layer = layer
-        self.context_fn = context_fn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.layer, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
 
 
 class _MlpCall:
@@ -231,18 +226,37 @@ class _Form:
 
 
 class _Selected(LiveBytes):
-    """Counts a pass that keeps results of matmuls and of attention, and which of them are whose."""
+    """Counts a forward pass that keeps results of matmuls and of attention, and which of them are whose: what selective
+    checkpointing keeps. Nothing runs backward from it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[str, dict[int, int]] = {"matmuls": {}, "attention": {}}
+        self._held: list[torch.UntypedStorage] = []
+        self._at_last_saved = 0.0
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Inside, what backward wants is dropped, as `checkpoint` does."""
+
+        def drop(_: Tensor) -> None:
+            self._at_last_saved = self.flops
+
+        with torch.autograd.graph.saved_tensors_hooks(drop, _is_gone):
+            yield
+
+    @property
+    def flops_behind(self) -> float:
+        """FLOPs after the last tensor that backward wants, where `checkpoint` stops to recompute."""
+        return self.flops - self._at_last_saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for mode, kept in self._kept.items():
             if POLICIES[mode](None, func) is CheckpointPolicy.MUST_SAVE:
-                for tensor in tree_leaves(out):
+                for tensor in tensors_in((out,)):
                     storage = tensor.untyped_storage()
+                    self._held.append(storage)
                     if storage._cdata in self._times_of:
                         kept[storage._cdata] = self.times * storage.nbytes()
         return out
@@ -253,22 +267,23 @@ class _Selected(LiveBytes):
         return sum(size for key, size in self._kept[mode].items() if key not in others)
 
 
+def _is_gone(_: None) -> Tensor:
+    raise AssertionError("backward of a pass whose tensors were dropped")
+
+
 @dataclass(frozen=True)
 class _Pass:
     """A forward pass, and what was counted in it and in backward. `kept`: bytes alive after forward, its output counted
-    as its input would be; `gemms`, `attention`: of forward."""
+    as its input would be; `gemms`, `attention`: of forward; `work`: most bytes that backward has alive beyond those
+    kept."""
 
     kept: int
     gemms: Mapping[GemmKind, tuple[int, float]]
     attention: float
-    live: LiveBytes
     out: int
     """Of its storage."""
-
-    @property
-    def work(self) -> int:
-        """Most bytes that backward has alive beyond those kept."""
-        return self.live.peak - self.kept
+    traffic: TracedTraffic | None
+    work: int
 
 
 @torch.enable_grad()
@@ -277,42 +292,37 @@ def _run(
     args: Any,
     kwargs: Any,
     *,
-    backward: bool = True,
-    parameters: Sequence[nn.Parameter] = (),
+    traffic: bool = False,
+    work: bool = True,
     live: LiveBytes | None = None,
 ) -> _Pass:
-    """Run a layer, or a part of one.
+    """Run a layer, or a part of one, forward once, and backward from it for each thing that is asked for.
 
-    `parameters`: whose gradients backward makes in addition to that of the input. `live`: what counts.
+    `traffic`: count what a layer moves, with gradients of its weights in backward. `work`: count the bytes that
+    backward to the input alone has alive. `live`: what counts.
     """
     first = _first((args, kwargs))
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
-    live = live or LiveBytes()
+    live, moved = live or LiveBytes(), None
     with live.watching(run) if isinstance(run, nn.Module) else nullcontext(), live:
         out = _first(run(*args, **kwargs))
-        found = _Pass(live.live, dict(live.gemms), live.attention, live, out.untyped_storage()._cdata)
-        live.peak, live.in_backward = live.live, True
-        if backward:
-            with torch.autocast(out.device.type, enabled=False):  # as it is where the model calls its layers
-                torch.autograd.grad(out, [edge, *parameters], torch.empty_like(out), allow_unused=True)
-    return found
+        kept, gemms, attention = live.live, dict(live.gemms), live.attention
+        live.in_backward = True
+        if traffic:
+            assert isinstance(run, nn.Module)
+            _backward(out, [edge, *(p for p in run.parameters() if p.requires_grad)], again=work)
+            moved = TracedTraffic(live.moved, live.fresh, live.operations)
+        before = live.peak = live.live
+        if work:
+            _backward(out, [edge])
+    return _Pass(kept, gemms, attention, out.untyped_storage()._cdata, moved, live.peak - before)
 
 
-@torch.enable_grad()
-def _flops_behind_last_saved(layer: nn.Module, args: Any, kwargs: Any) -> float:
-    """FLOPs of a forward pass after the last tensor that backward wants, where `checkpoint` stops to recompute."""
-    first = _first((args, kwargs))
-    args, kwargs = _replaced((args, kwargs), first, first.detach().requires_grad_())
-    counter, before = MatmulCounter(), [0.0]
-
-    def saved(tensor: Tensor) -> Tensor:
-        before[0] = counter.flops
-        return tensor
-
-    with counter, torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-        layer(*args, **kwargs)
-    return counter.flops - before[0]
+def _backward(out: Tensor, to: Sequence[Tensor], *, again: bool = False) -> None:
+    """Make gradients and let them go. `again`: backward can run once more."""
+    with torch.autocast(out.device.type, enabled=False):  # as it is where the model calls its layers
+        torch.autograd.grad(out, to, torch.empty_like(out), retain_graph=again, allow_unused=True)
 
 
 def _first(tree: Any) -> Tensor:

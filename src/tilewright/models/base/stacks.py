@@ -1,12 +1,10 @@
-"""Layers of a model that we did not make: its list of layers, sorted by structure, and models with fewer of them."""
+"""Layers of a model that we did not make: its list of layers, sorted by structure, and the model with fewer of them."""
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
-
-from tilewright.models.hf.model import HFModel
 
 
 @dataclass(frozen=True)
@@ -17,18 +15,10 @@ class Stack:
     name: str
     kinds: tuple[tuple[int, ...], ...]
 
-    def full_name(self, kept: Sequence[int], name: str) -> str:
-        """The name that a module of a model of the layers `kept` has in the model of all layers.
-
-        Example:
-            >>> Stack("net.layers", ((0, 1, 2), (3,))).full_name([0, 3], "net.layers.1.mlp")
-            'net.layers.3.mlp'
-        """
-        prefix = f"{self.name}."
-        if not name.startswith(prefix):
-            return name
-        number, dot, rest = name.removeprefix(prefix).partition(".")
-        return f"{prefix}{kept[int(number)]}{dot}{rest}"
+    @property
+    def firsts(self) -> list[int]:
+        """One layer of each kind."""
+        return [indices[0] for indices in self.kinds]
 
 
 def find_stack(model: nn.Module) -> Stack | None:
@@ -60,16 +50,35 @@ def _structure(layer: nn.Module) -> object:
     return tuple(modules)
 
 
-def keep_layers(model: HFModel, stack: Stack, kept: Sequence[int]) -> HFModel:
-    """Take all other layers out of the model, in place."""
+def keep_layers(model: nn.Module, stack: Stack, kept: Sequence[int]) -> nn.ModuleList:
+    """Take all other layers out of the model, in place; the list of all of them."""
     owner_name, _, name = stack.name.rpartition(".")
     owner = model.get_submodule(owner_name)
     layers = owner._modules[name]
     assert isinstance(layers, nn.ModuleList)
     owner._modules[name] = nn.ModuleList(layers[index] for index in kept)
-    return model
+    return layers
 
 
-def reduced(model: HFModel, stack: Stack, kept: Sequence[int]) -> HFModel:
-    """A copy of the model with these layers alone."""
-    return keep_layers(copy.deepcopy(model), stack, kept)
+@contextmanager
+def one_of_each_kind(model: nn.Module) -> Iterator[None]:
+    """Inside, a model has one layer of each kind; a model without a list of layers, all that it has.
+
+    Example:
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(5))})
+        >>> with one_of_each_kind(model):
+        ...     len(model["layers"])
+        1
+        >>> len(model["layers"])
+        5
+    """
+    stack = find_stack(model)
+    if stack is None:
+        yield
+        return
+    layers = keep_layers(model, stack, stack.firsts)
+    try:
+        yield
+    finally:
+        owner, _, name = stack.name.rpartition(".")
+        model.get_submodule(owner)._modules[name] = layers
