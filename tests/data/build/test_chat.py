@@ -12,6 +12,8 @@ import pytest
 from tests.data.build.corpora import build, build_as_ranks, digest, settings
 from tests.data.build.test_incremental import stages_run_alone
 from tests.data.chat.families import make_folder
+from tilewright.cli.app import run
+from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.records import Record
 from tilewright.data.engine.config import DataBuild, load_data_toml
@@ -206,16 +208,18 @@ def test_rules_and_copies_look_at_what_is_said(model, tmp_path):
 
 def test_what_cannot_be_is_refused_in_four_parts(model, tmp_path):
     path = tmp_path / "data.toml"
-    for section, wrong in (
-        ("repair", 'mask = ["email"]'),
-        ("repair", "repeated_lines = 3"),
-        ("chunk", "tokens = 64"),
-    ):
-        path.write_text(f'[chat]\nformat = "chat"\n[{section}]\n{wrong}\n')
+    head = 'read.source = "in"\nchat.format = "chat"\n'
+    for setting, value in (("repair.mask", '["email"]'), ("repair.repeated_lines", "3"), ("chunk.tokens", "64")):
+        path.write_text(f"{head}{setting} = {value}\n")
         with pytest.raises(ConfigError, match=r"Conversations are not (repaired|cut into windows)") as caught:
             load_data_toml(path)
-        path.write_text(f'[chat]\nformat = "chat"\n[{section}]\n{caught.value.problems[0].try_}\n')
+        path.write_text(f"{head}{setting.partition('.')[0]}.{caught.value.problems[0].try_}\n")
         load_data_toml(path)
+    path.write_text('chat.format = "chat"\n')
+    with pytest.raises(ConfigError, match="Installed text holds no conversations") as caught:
+        load_data_toml(path)
+    path.write_text(f'chat.format = "chat"\n{caught.value.problems[0].try_}\n')
+    load_data_toml(path)
     source = write(tmp_path / "in", [talk(i) for i in range(20)])
     bare = make_folder(tmp_path / "bare", "qwen3", template=False)
     with pytest.raises(ConfigError, match="No chat template") as caught:
@@ -223,8 +227,12 @@ def test_what_cannot_be_is_refused_in_four_parts(model, tmp_path):
     assert caught.value.problems[0].where == "chat.template"
     (tmp_path / "broken.jinja").write_text("{% if %}")
     config = settings(source, chat={"format": "chat", "template": str(tmp_path / "broken.jinja")})
-    with pytest.raises(DataError, match="Chat template is not valid jinja"):
+    with pytest.raises(DataError, match="Chat template is not valid jinja") as caught:
         build(config, tmp_path / "none")
+    assert caught.value.problems[0].try_.startswith("chat.template = ")
+    with pytest.raises(DataError, match=r"No usable pair of preferences in the data(.|\n)*where  .*in\n") as caught:
+        build(chat_settings(source, model, "preferences"), tmp_path / "pairs")
+    assert "row without chosen and rejected" in caught.value.problems[0].got
 
 
 def test_a_run_says_what_a_built_dataset_is_not(model, tmp_path):
@@ -254,3 +262,13 @@ def test_domains_of_a_dataset_are_chosen(model, tmp_path):
     assert (both.domains, one.domains) == (("more", "talks"), ("talks",))
     assert list(one.summary["domains"]) == ["talks"]
     assert one.num_rows["talks"] == both.num_rows["talks"]
+
+
+def test_the_command_that_trains_on_it_is_printed(model, tmp_path, capsys):
+    write(tmp_path / "in", [talk(i) for i in range(12)])
+    path = tmp_path / "data.toml"
+    path.write_text(f'read.source = "in"\nchat.format = "chat"\ntokenizer.path = "{model}"\n')
+    assert run(["data", "build", str(path), "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert command == f"tilewright train --data.source {tmp_path / 'out'} --data.format chat"
+    assert load_recipe(None, command.split()[2:], environ={}).recipe.data.format == "chat"

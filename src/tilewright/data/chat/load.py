@@ -20,12 +20,12 @@ TEMPLATE_FILE = "chat_template.jinja"
 _OLD_FILE = "chat_template.json"
 _MORE = "additional_chat_templates"
 _DEFAULT = "default"
-_SETTING = "data.chat_template"
+SETTING = "data.chat_template"
 CHATML_NAME = "chatml"
 """Of the built-in template, as `data.chat_template`."""
 
 
-def template_source(chosen: str, folder: str, setting: str = _SETTING) -> tuple[str, str]:
+def template_source(chosen: str, folder: str, setting: str = SETTING) -> tuple[str, str]:
     """The text of a template, and where it is from.
 
     Args:

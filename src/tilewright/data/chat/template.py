@@ -19,7 +19,7 @@ import tokenizers
 
 from tilewright.core.errors import DataError
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
-from tilewright.data.chat.load import named_tokens, template_source
+from tilewright.data.chat.load import SETTING, named_tokens, template_source
 from tilewright.data.chat.sandbox import (
     TEXT_BEGIN,
     TEXT_END,
@@ -33,7 +33,7 @@ from tilewright.data.chat.sandbox import (
 )
 from tilewright.data.chat.stops import Ending, Stops, ending
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments, with_arguments
-from tilewright.data.common.reading import Reader, reader_of
+from tilewright.data.common.reading import encode_piece, reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, declared_stops
 from tilewright.data.readers.damage import failure
@@ -52,6 +52,7 @@ class ChatTemplate:
         tokenizer: makes the ids.
         tokens: what the template may call `bos_token`, `eos_token` and so on.
         where: where the template is from, for messages.
+        setting: which names it, for messages.
 
     Raises:
         DataError: `source` is not a template.
@@ -64,19 +65,27 @@ class ChatTemplate:
         '<|im_start|>user\\nhello<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, tokens: Mapping[str, str] | None = None, where: str = ""):
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        tokens: Mapping[str, str] | None = None,
+        where: str = "",
+        setting: str = SETTING,
+    ):
         self.source, self.tokenizer, self.tokens, self.where = source, tokenizer, dict(tokens or {}), where
+        self._setting = setting
         try:
             self._template = LimitedTemplate(source)
         except TemplateLimitError as error:
-            raise _too_much(error, where) from error
+            raise _too_much(error, where, setting) from error
         except TemplateError as error:
             raise DataError(
                 "Chat template is not valid jinja",
-                where=where or "data.chat_template",
+                where=where or setting,
                 got=str(error)[:200],
                 need="a template that transformers can read",
-                try_="data.chat_template = another .jinja file",
+                try_=f"{setting} = another .jinja file",
             ) from error
         self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
         self._reader = reader_of(self._backend)  # names in the text are tokens
@@ -220,7 +229,7 @@ class ChatTemplate:
         for begin, end in [*names, (len(text), len(text))]:
             for a, b, reader in ((start, begin, self._reader), (begin, end, self.tokenizer.reader)):
                 if a < b:
-                    found = _encode(reader, text[a:b], within=a > 0)
+                    found = encode_piece(reader, text[a:b], within=a > 0)
                     ids += found[0]
                     ranges += [(a + first, a + last) for first, last in found[1]]
             start = end
@@ -339,20 +348,20 @@ class ChatTemplate:
         try:
             yield
         except TemplateLimitError as error:
-            raise _too_much(error, self.where) from None
+            raise _too_much(error, self.where, self._setting) from None
         except TemplateError as error:
             raise ChatError("template raises", got=str(error), where=self.where) from None
         except (ValueError, TypeError, RecursionError) as error:  # of JSON, in which it goes to the process
             raise ChatError("conversation that JSON cannot hold", got=failure(error), where=self.where) from None
 
 
-def _too_much(error: TemplateLimitError, where: str) -> TemplateTooMuchError:
+def _too_much(error: TemplateLimitError, where: str, setting: str) -> TemplateTooMuchError:
     return TemplateTooMuchError(
         "Chat template takes too much time or memory",
-        where=where or "data.chat_template",
+        where=where or setting,
         got=str(error),
         need="a template that writes a conversation in a few milliseconds, as published ones do",
-        try_="data.chat_template = another .jinja file",
+        try_=f"{setting} = another .jinja file",
     )
 
 
@@ -380,16 +389,3 @@ def _texts(value: Any) -> list[str]:
         return [value]
     inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
     return [text for item in inner for text in _texts(item)]
-
-
-def _encode(reader: Reader, text: str, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids and ranges of a piece. One `within` a text gets no mark of a text's beginning: it is encoded after a line
-    end, whose ids are then taken away (as transformers does)."""
-    if within:
-        line = reader.encode("\n")
-        found = reader.encode("\n" + text)
-        if found.ids[: len(line.ids)] == line.ids:
-            kept = slice(len(line.ids), None)
-            return found.ids[kept], [(max(0, a - 1), max(0, b - 1)) for a, b in found.offsets[kept]]
-    found = reader.encode(text)
-    return found.ids, found.offsets

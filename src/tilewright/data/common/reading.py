@@ -335,5 +335,18 @@ def _answers() -> Any:
     return answer
 
 
+def encode_piece(reader: Reader, text: str, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids and ranges of a piece. One `within` a text gets no mark of a text's beginning: it is encoded after a line
+    end, whose ids are then taken away (as transformers does)."""
+    if within:
+        line = reader.encode("\n")
+        found = reader.encode("\n" + text)
+        if found.ids[: len(line.ids)] == line.ids:
+            kept = slice(len(line.ids), None)
+            return found.ids[kept], [(max(0, a - 1), max(0, b - 1)) for a, b in found.offsets[kept]]
+    found = reader.encode(text)
+    return found.ids, found.offsets
+
+
 if __name__ == "__main__":
     serve(_answers())

@@ -351,7 +351,8 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
             Problem("Window of a few tokens", got, "0, or at least 16", "tokens = 512", places["chunk.tokens"])
         )
     found = [*scores.conflicts(build.quality, build.noise, build.sample, build.duplicates.keep)]
-    found += chats.conflicts(build.chat, build.repair.mask, build.repair.repeated_lines, build.chunk.tokens)
+    repair, sources = build.repair, build.read.sources.values() or (build.read.source,)
+    found += chats.conflicts(build.chat, sources, repair.mask, repair.repeated_lines, build.chunk.tokens)
     problems += [replace(problem, where=places.get(setting, "")) for setting, problem in found]
     if rules.min_language_score is not None and not rules.languages:
         need = "rules.languages beside it: without, no language is looked for"

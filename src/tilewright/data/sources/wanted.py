@@ -158,6 +158,15 @@ def wanted_validation(format: str) -> Wanted:
     return _WANTED[format].named("data.eval_source", "data.holdout = 0.02   (hold out a part of what is trained on)")
 
 
+def wanted_build(format: str) -> Wanted:
+    """The use of `read.source` of a data build.
+
+    Args:
+        format: `chat.format`.
+    """
+    return BUILD if format == "text" else _WANTED[format].named(BUILD.setting)
+
+
 def better_format(want: Wanted, where: str, reason: str, fields: Sequence[str]) -> str:
     """The setting under which something that was refused can be read, "" where none is known.
 

@@ -70,7 +70,8 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     for model in account.models:
         say(model.line)
     say(f"{units['made']} units made, {units['finished before']} finished before | {page}")
-    click.echo(f"tilewright train --data.source {folder}")
+    rows = f" --data.format {loaded.chat.format}" if loaded.chat.is_on else ""
+    click.echo(f"tilewright train --data.source {folder}{rows}")
 
 
 def _executor(name: str, processes: int | None) -> Any:

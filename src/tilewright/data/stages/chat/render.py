@@ -40,6 +40,7 @@ from tilewright.data.stages.encode import RUNS, SPLIT_NAMES, UNUSED, KeptText, S
 from tilewright.data.stages.kept import reject_of
 from tilewright.data.stages.order import last_kept
 
+SETTING = "chat.template"
 RENDERINGS = pa.schema([*RUNS, *(pa.field(name, pa.int64()) for name in ("trained", "first", "document"))])
 """A rendering of a conversation: `trained` tokens of it, the `first` of them, and the number of the conversation, which
 several renderings may share. `bytes` are those of what is said, in the first rendering of a conversation."""
@@ -58,7 +59,7 @@ class GivenTemplate:
 
     def chat(self, tokenizer: Path) -> ChatTemplate:
         """With the tokenizer of a folder."""
-        return ChatTemplate(self.source, load_tokenizer(tokenizer), dict(self.tokens), self.where)
+        return ChatTemplate(self.source, load_tokenizer(tokenizer), dict(self.tokens), self.where, SETTING)
 
 
 class NamedTemplate(StageInput):
@@ -83,7 +84,7 @@ def given_template(chosen: str, folder: str) -> GivenTemplate:
         ConfigError: there is none.
         DataError: a file that cannot be read.
     """
-    source, where = template_source(chosen, folder, "chat.template")
+    source, where = template_source(chosen, folder, SETTING)
     return GivenTemplate(source, tuple(sorted(named_tokens(Path(folder)).items())) if folder else (), where)
 
 

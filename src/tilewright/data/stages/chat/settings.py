@@ -1,6 +1,6 @@
 """Settings of builds of conversations: `[chat]` of a data.toml, and settings of text that mean nothing beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -33,18 +33,24 @@ def void(chat: ChatSection) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
 
 
 def conflicts(
-    chat: ChatSection, masked: tuple[str, ...], repeated_lines: int, window: int
+    chat: ChatSection, sources: Collection[str], masked: tuple[str, ...], repeated_lines: int, window: int
 ) -> Iterator[tuple[str, Problem]]:
-    """(setting, problem) of settings that would change or cut conversations, which no stage does.
+    """(setting, problem) of sources without conversations, and of settings that would change or cut them.
+
+    No stage does that.
 
     Args:
         chat: the section.
+        sources: `read.source`, or those of `read.sources`.
         masked: `repair.mask`.
         repeated_lines: `repair.repeated_lines`.
         window: `chunk.tokens`.
     """
     if not chat.is_on:
         return
+    if "installed" in sources:
+        what, got = "Installed text holds no conversations", f'format = "{chat.format}", source = "installed"'
+        yield "chat.format", Problem(what, got, "a file or folder of rows", 'read.source = "FOLDER"')
     need = "conversations are trained as their rows have them; filters may drop some"
     if masked:
         got = f"mask = {list(masked)}"

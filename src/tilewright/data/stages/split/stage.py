@@ -26,7 +26,7 @@ from tilewright.data.engine.context import Context
 from tilewright.data.engine.declared import AddedSetting, Every, FoundValue, NoEffect, Only, one_unit
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.engine.tables import batches, rows
-from tilewright.data.sources.wanted import BUILD
+from tilewright.data.sources.wanted import wanted_build
 from tilewright.data.stages.chat.settings import TEXT
 from tilewright.data.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.stages.copies.minhash import components
@@ -44,10 +44,12 @@ class Refused:
 
     Args:
         source: of the build.
+        format: `chat.format`.
         folders: of the units that wrote rejects.
     """
 
     source: str
+    format: str
     folders: list[Path]
 
     def error(self, num: int) -> DataError:
@@ -60,12 +62,12 @@ class Refused:
                 counts[f"{row['path']}: {row['rule']}" if row["stage"] == "read" else row["rule"]] += row["count"]
         lines = [f"{rule} ({count:,}x)" for rule, count in counts.most_common(5)]
         if not num and stages <= {"read"}:
-            return BUILD.unusable(self.source, "\n".join(lines) or "no record")
+            return wanted_build(self.format).unusable(self.source, "\n".join(lines) or "no record")
         return DataError(
             "Too little text for a training and a held-out part",
             where=self.source,
             got="\n".join([f"{num} records that keep to the rules and are no copies; dropped were:", *lines]),
-            need="two different records, or one of a few hundred bytes",
+            need="two different records" + (", or one of a few hundred bytes" if self.format == TEXT else ""),
             try_="fewer or weaker rules than those that dropped most, or more files in read.source",
         )
 
@@ -281,7 +283,11 @@ def source_label(c: Context) -> str:
 def _refused(c: Context, i: int) -> Refused:
     """The text of an error."""
     before = [name for name in rejecting(c.build) if name != encoding(c.build)]
-    return Refused(source_label(c), [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)])
+    return Refused(
+        source_label(c),
+        c.build.chat.format,
+        [c.folder(stage, shard) for stage in before for shard in range(c.num_shards)],
+    )
 
 
 SPLIT = BuildStage(
