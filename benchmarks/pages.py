@@ -17,11 +17,13 @@ from benchmarks.rows.claim_rows import GIB, Group, Result, Row, read, read_all
 from benchmarks.rows.claims import UNUSED, by_key, groups
 from benchmarks.rows.data_rows import copies_table
 from benchmarks.rows.headline_table import table as contest
+from benchmarks.rows.speed_rows import share_table
 from benchmarks.rows.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 DEFAULT_JOB = ROOT / "docs" / "explanation" / "default-job.md"
+SECONDS = ROOT / "docs" / "how-to" / "where-seconds-go.md"
 COMMAND = "python -m benchmarks.pages"
 STEPS = (
     ("fp32", "plain PyTorch loop, Hugging Face Llama, FP32"),
@@ -297,6 +299,7 @@ def main() -> None:
         PAGE: page(found),
         README: readme(README.read_text(encoding="utf-8"), found),
         DEFAULT_JOB: with_section(DEFAULT_JOB.read_text(encoding="utf-8"), "ladder", default_job()),
+        SECONDS: with_section(SECONDS.read_text(encoding="utf-8"), "shares", share_table()),
     }
     for path, text in wanted.items():
         if check and path.read_text(encoding="utf-8") != text:

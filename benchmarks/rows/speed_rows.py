@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from benchmarks.rows.claim_rows import GIB, Claim, Result, Row, of, row
+from benchmarks.rows.claim_rows import GIB, Claim, Result, Row, of, read_all, row
 
 LOOPS = (
     ("fp32", "a plain PyTorch loop, Hugging Face Llama, FP32", "at least 3x"),
@@ -15,8 +15,8 @@ OPS = {
     "attention over packed documents, forward and backward": "attention 8x8x512x64 bf16, packed documents",
     "cross-entropy with its GEMMs, forward and backward": "loss 4096x512x16384 bf16",
 }
-LEAST_SHARE = {"avx2": 0.75, "avx512": 0.65, "amx": 0.5}
-"""Of the rate of a class of CPU."""
+CLASSES = {"cpu": ("AVX2, FP32 GEMMs", 0.75), "avx512": ("AVX-512 BF16", 0.65), "amx": ("AMX", 0.50)}
+"""Of processors, by the ends of names of results; and the share of its matmuls' rate that a compiled step must have."""
 SPEEDS = {
     "eager over compiled": (0.7, "our decoder of 47M parameters, eager against compiled"),
     "llama over ours, compiled": (0.85, "transformers' Llama of 47M parameters against our decoder, compiled"),
@@ -49,7 +49,7 @@ def speed() -> Iterator[Row]:
 
 
 def _shares(result: Result) -> Iterator[Row]:
-    least = LEAST_SHARE[result.name.removeprefix("step_share_")]
+    least = CLASSES[result.name.removeprefix("step_share_")][1]
     cases = {name: found for name, found in result.results.items() if isinstance(found, Mapping)}
     for size in ("47m", "209m"):
         share = cases[f"{size} ours compiled"]["matmuls"]["share"]
@@ -60,6 +60,26 @@ def _shares(result: Result) -> Iterator[Row]:
     name, found = min(cases.items(), key=lambda case: case[1]["explained"])
     metric = f"share of a step whose owner is named, least of {len(cases)} cases ({name})"
     yield row(result, f"{result.name}_owners", metric, "at least 90 %", 100 * found["explained"], "{:.0f} %")
+
+
+def share_table() -> list[str]:
+    """The seconds of steps by class of processor, from the results of `benchmarks.runs.step_share`."""
+    lines = [
+        "| class | model and layers | tokens/s | matmuls reach | by themselves | share |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    found = {result.name.removeprefix("step_share_"): result for result in read_all("step_share_*")}
+    for kind, (name, least) in CLASSES.items():
+        if kind not in found:
+            lines.append(f"| {name} | not run | | | | at least {least} wanted |")
+            continue
+        for case, one in found[kind].results.items():
+            if isinstance(one, dict):
+                rates = [f"{one['matmuls'][key] / 1e9:,.0f} GFLOP/s" for key in ("reached", "alone")]
+                wanted = f" (at least {least} wanted)" if case.endswith("ours compiled") else ""
+                cells = [f"{one['tokens_per_s']:,.0f}", *rates, f"{one['matmuls']['share']:.2f}{wanted}"]
+                lines.append(f"| {name}, {found[kind].record['date']} | {case} | {' | '.join(cells)} |")
+    return lines
 
 
 def _cast(result: Result) -> Iterator[Row]:

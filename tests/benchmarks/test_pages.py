@@ -20,8 +20,12 @@ def test_the_pages_are_what_the_results_say():
     assert pages.PAGE.read_text(encoding="utf-8") == pages.page(FOUND), f"run `{pages.COMMAND}`"
     text = pages.README.read_text(encoding="utf-8")
     assert text == pages.readme(text, FOUND), f"run `{pages.COMMAND}`"
-    text = pages.DEFAULT_JOB.read_text(encoding="utf-8")
-    assert text == pages.with_section(text, "ladder", pages.default_job()), f"run `{pages.COMMAND}`"
+    for page, name, lines in (
+        (pages.DEFAULT_JOB, "ladder", pages.default_job()),
+        (pages.SECONDS, "shares", pages.share_table()),
+    ):
+        text = page.read_text(encoding="utf-8")
+        assert text == pages.with_section(text, name, lines), f"run `{pages.COMMAND}`"
 
 
 def test_a_changed_number_is_found():

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 3
 MOST_TURNS = 7
 """Steps after which the matmuls are timed alone."""
+WATCHED_STEPS = 2
+"""Of which the last one counts: layers of other parties were compiled again in the first one that was watched."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +214,10 @@ def _owners(parts: "Components") -> tuple[list["Owner"] | None, str]:
         return None, "known of steps on CPUs only"
     if not parts.setup.recipe.memory.can.whole_gradient:
         return None, "not known of an executor that updates weights on the way (memory.executor)"
-    batches = parts.stream.next_step()
-    with watched() as profile:
-        parts.executor.step(batches, parts.setup.recipe.optim.lr)
+    for _ in range(WATCHED_STEPS):
+        batches = parts.stream.next_step()
+        with watched() as profile:
+            parts.executor.step(batches, parts.setup.recipe.optim.lr)
     return owners(profile.function_events or ()), ""
 
 
