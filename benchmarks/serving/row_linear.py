@@ -1,6 +1,6 @@
 """How fast cached tokens read weights, beside a sum over the same bytes, in processor time with one thread.
 
-First the layers alone: `F.linear` and `row_linear` (`ops.linear`) of 1 to 4 rows, of the default recipe's widths
+First the layers alone: `F.linear` and `row_linear` (`ops.linear`) of 1 to 8 rows, of the default recipe's widths
 and 4,096 wide. Then whole tokens that are drawn with a cache, by a decoder of 150 million parameters, with plain layers
 and with those that `generate`, `chat` and `serve` have. All of a line take turns in one process.
 

@@ -226,3 +226,9 @@ def test_without_a_compiler_the_layers_stay():
     model = make_decoder("gqa")
     attach(model, replace(MACHINE, cxx_compiler=None))
     assert not any(isinstance(module, RowBlock) for module in model.modules())
+
+
+def test_formats_without_code_are_said_to_run_by_parts():
+    chosen = {row["case"]: row["chosen"] for row in Kernels(MACHINE).explain() if row["op"] == "cached_layer"}
+    assert chosen["cpu float16"] == chosen["cpu float64"] == "none (its parts run)"
+    assert chosen["cpu float32"] in ("cpu", "none (its parts run)")

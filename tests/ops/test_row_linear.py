@@ -125,7 +125,7 @@ def test_a_layer_takes_rows_where_nothing_needs_torchs_own():
     x = torch.randn(1, 3, 64)
     layer(x)  # with autograd
     with torch.no_grad():
-        layer(x.expand(2, 3, 64))  # more rows
+        layer(x.expand(3, 3, 64))  # more rows
         layer(x[:, :0])
         with torch.autocast("cpu", torch.bfloat16):
             layer(x)

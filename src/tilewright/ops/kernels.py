@@ -48,6 +48,8 @@ OPS = (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _IN_TRANSFORMS = {op.name: op.in_transforms for op in OPS if op.in_transforms is not None}
 
+_INSTEAD = {(op.name, op.candidates[-1].name): op.instead for op in OPS if op.instead}
+
 Key = tuple[str, str, torch.dtype, str]
 
 
@@ -302,13 +304,13 @@ class Kernels:
         return run(gate, up, form)
 
     def explain(self) -> list[dict[str, object]]:
-        """One row an operation and case: op, case, chosen (None: nothing can run it), rejected
-        [(candidate, reason)]."""
+        """One row an operation and case: op, case, chosen (None: nothing can run it; `Op.instead` where callers would
+        not run the reference), rejected [(candidate, reason)]."""
         rows = [
             {
                 "op": choice.op,
                 "case": str(choice.case),
-                "chosen": choice.candidate.name,
+                "chosen": _INSTEAD.get((choice.op, choice.candidate.name), choice.candidate.name),
                 "rejected": [list(pair) for pair in choice.rejected],
             }
             for choice in self.choices.values()

@@ -127,4 +127,5 @@ CACHED_LAYER = Op(
         Candidate("cpu", cached_layer.cached_layer, cached_layer.why_not),
         Candidate("ref", ref_layer.cached_layer, always),
     ),
+    instead="none (its parts run)",
 )

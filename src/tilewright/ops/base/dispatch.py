@@ -74,6 +74,7 @@ class Op:
         setting: field of the recipe section `[ops]` that forces a candidate; empty: the name.
         in_transforms: what runs inside of `torch.func` transforms, made of torch's own differentiable operations; None:
             the chosen candidate.
+        instead: what callers do where only the reference could run, in words; empty: they run it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Op:
     gpu_kinds: tuple[str, ...] = ()
     setting: str = ""
     in_transforms: Callable[..., Any] | None = None
+    instead: str = ""
 
     @property
     def field(self) -> str:

@@ -10,7 +10,7 @@ from tilewright.core.hardware import Machine
 from tilewright.ops.backends.cpu.build import ROW_LINEAR
 from tilewright.ops.base.dispatch import Case
 
-MOST_ROWS = 4
+MOST_ROWS = 8
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -27,13 +27,6 @@ struct Layer {
   const Past* pasts;       // [N]
 };
 
-inline floats wide(const float* from) { return load<floats>(from); }
-inline floats wide(const uint16_t* from) {
-  typedef uint16_t halves __attribute__((vector_size(WIDTH / 2)));
-  halves v;
-  std::memcpy(&v, from, WIDTH / 2);
-  return (floats)(__builtin_convertvector(v, ints) << 16);
-}
 template <class Format>
 float dot(const typename Format::Element* a, const typename Format::Element* b, i64 count) {
   floats sums = {};

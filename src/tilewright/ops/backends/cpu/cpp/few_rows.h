@@ -10,67 +10,13 @@
 #include <new>
 
 #include "threads.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int WIDTH = 64;    // bytes of a vector
-constexpr int CHAINS = 16;   // outputs that are summed at a time: one register each
-#else
-constexpr int WIDTH = 32;
-constexpr int CHAINS = 8;
-#endif
-constexpr int LANES = WIDTH / 4;
-constexpr i64 UNIT_BYTES = 1 << 15;   // of the weight, that a thread takes at a time
-constexpr int MOST_ROWS = 4;
-
-typedef float floats __attribute__((vector_size(WIDTH)));
-typedef uint32_t ints __attribute__((vector_size(WIDTH)));
-
-inline floats fused(floats a, floats b, floats c) {
-#if defined(__AVX512F__)
-  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
-template <class Vector>
-inline Vector load(const void* from) {
-  Vector v;
-  std::memcpy(&v, from, WIDTH);
-  return v;
-}
-inline float sum_of(floats v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
-#elif defined(__AVX2__)
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
-  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-#else
-  float sum = 0;
-  for (int i = 0; i < LANES; i++) sum += v[i];
-  return sum;
-#endif
-}
-inline float from_bf16(uint16_t half) {
-  const uint32_t bits = (uint32_t)half << 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-inline uint16_t to_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
-  return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
+constexpr int CHAINS = WIDTH == 64 ? 28 : 12;  // outputs that are summed at a time: one register each, of 32 or 16
+constexpr i64 UNIT_BYTES = 1 << 15;            // of the weight, that a thread takes at a time
+constexpr int MOST_ROWS = 8;
 
 // A format: what a vector of weights becomes when it is loaded, once for all rows of x; what x is kept as; and a chain's
 // next sum.
@@ -168,15 +114,12 @@ void outputs(const RowLinear& job, i64 first, i64 end) {
   for (; m < end; m++) block<Format, 1, ROWS>(job, m);
 }
 
-template <class Format>
+template <class Format, int ROWS = MOST_ROWS>
 void unit(const RowLinear& job, i64 number) {
+  if constexpr (ROWS > 1)
+    if (job.N < ROWS) return unit<Format, ROWS - 1>(job, number);
   const i64 first = number * job.step, end = first + job.step < job.M ? first + job.step : job.M;
-  switch (job.N) {
-    case 1: return outputs<Format, 1>(job, first, end);
-    case 2: return outputs<Format, 2>(job, first, end);
-    case 3: return outputs<Format, 3>(job, first, end);
-    default: return outputs<Format, 4>(job, first, end);
-  }
+  outputs<Format, ROWS>(job, first, end);
 }
 
 template <class Format>
@@ -194,7 +137,7 @@ int multiply(RowLinear job, const void* x, int threads) {
   job.x = kept;
   job.step = UNIT_BYTES / (i64)sizeof(Element) / (job.K ? job.K : 1) / 8 * 8;
   job.step = job.step < 8 ? 8 : job.step;
-  run(job, unit<Format>, (job.M + job.step - 1) / job.step, job.M * job.K, threads);
+  run(job, unit<Format, MOST_ROWS>, (job.M + job.step - 1) / job.step, job.M * job.K, threads);
   operator delete[](kept, std::align_val_t(64));
   return 0;
 }
