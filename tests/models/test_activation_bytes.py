@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.cover import covering
 from tests.models.shapes import KERNELS, MIXED, SHAPES
-from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.activation_bytes import (
     Storage,
@@ -22,9 +21,7 @@ from tilewright.models.decoder.activation_bytes import (
 )
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.layers import rope_angles
-from tilewright.ops.backends.cpu import attention as amx_attention
 from tilewright.ops.backends.native.wide import widens
-from tilewright.ops.base.dispatch import Case
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.weight_cache import QuantizedWeights
@@ -206,10 +203,10 @@ def check_compiled(name, mode, policy, place=None):
         block(*args)
     measured = sum(size for size, _ in keep.values())
     want, config = predicted(name, block, layer, mode, policy, compiled=True), ALL[name].at(layer)
-    tiles = amx_attention.why_not(detect_machine("cpu"), Case("cpu", torch.bfloat16)) is None
+    cpp = KERNELS.choices["attention", "cpu", torch.bfloat16, ""].candidate.name in ("amx", "avx512")
     if widens("cpu", torch.bfloat16) and policy != "fp32":  # the compiler casts weights again in backward where it may
         assert 0.5 * want <= measured <= want
-    elif tiles or policy == "fp32" or config.sliding_window or config.attention == "linear":  # attention is an operator
+    elif cpp or policy == "fp32" or config.sliding_window or config.attention == "linear":  # attention is an operator
         # its result lies as the output projection reads it, and is kept once
         assert want - PRODUCT[policy] * TOKENS * 64 <= measured <= want
     else:

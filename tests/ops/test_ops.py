@@ -53,7 +53,7 @@ def check(run, reference, inputs, dtype):
 
 def skip_without_tiles(candidate, dtype):
     """Other candidates run wherever they are reported to, but for kernels of GPUs (`test_varlen_attention`)."""
-    elsewhere = candidate.name in ("amx", "varlen", "efficient")
+    elsewhere = candidate.name in ("amx", "avx512", "varlen", "efficient")
     reason = candidate.why_not(detect_machine("cpu"), Case("cpu", dtype)) if elsewhere else None
     if reason:
         pytest.skip(reason)

@@ -20,9 +20,11 @@ from tilewright.precision.policy.policy import Policy, Rule
 
 WIDE = ["none", "fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", "int8"]
 FP8 = ["fp8_tile", "fp8_hybrid", "fp8_tensorwise", "kept_fp8", "lora_fp8"]
-EPS = {"none": 2.0**-16, "fp32": 2.0**-16, "tf32": 2.0**-8, "lora_fp8": 2.0**-3, "kept_fp8": 2.0**-4}
+EPS = {"none": 2.0**-16, "fp32": 2.0**-16, "tf32": 2.0**-8, "lora_fp8": 2.0**-3}
+EPS |= dict.fromkeys(("fp8_tile", "kept_fp8"), 2.0**-4)
 """Distance of gradients, of their norm; sums in another order. Other modes: 16-bit roundings at other places, 2^-5.
-With adapters alone nothing of the weights' gradients averages them out."""
+With tiles of 8 bits some of these become steps of E4M3, 2^-4. With adapters alone nothing of the weights' gradients
+averages them out."""
 NETS = {
     "dense": {"num_heads": 2, "num_layers": 2, "ffn_dim": 64},
     "grouped": {"num_heads": 4, "num_kv_heads": 2, "num_layers": 1, "ffn_dim": 64},

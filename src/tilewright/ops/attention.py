@@ -51,13 +51,33 @@ def _amx(
 ):
     from tilewright.ops.backends.cpu import attention  # it registers torch operators
 
-    return attention.attention(q, k, v, segments, scale, block, window)
+    return attention.by_amx(q, k, v, segments, scale, block, window)
 
 
 def _why_not_amx(machine: Machine, case: Case) -> str | None:
     from tilewright.ops.backends.cpu import attention  # it registers torch operators
 
-    return attention.why_not(machine, case)
+    return attention.why_not_amx(machine, case)
+
+
+def _avx512(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 0,
+    window: int = 0,
+):
+    from tilewright.ops.backends.cpu import attention  # it registers torch operators
+
+    return attention.by_avx512(q, k, v, segments, scale, block, window)
+
+
+def _why_not_avx512(machine: Machine, case: Case) -> str | None:
+    from tilewright.ops.backends.cpu import attention  # it registers torch operators
+
+    return attention.why_not_avx512(machine, case)
 
 
 def _wide(
@@ -126,12 +146,15 @@ def _efficient(
 
 BY_DOCUMENTS = frozenset(("varlen", "efficient"))
 """Candidates that read where documents begin, and neither `segments` nor a mask."""
-WITHOUT_MASK = BY_DOCUMENTS | {"amx", "wide"}
+IN_CPP = frozenset(("amx", "avx512"))
+"""Candidates in C++ for BF16 on CPUs, which calls of torch's function in other parties' modules go to as well."""
+WITHOUT_MASK = BY_DOCUMENTS | IN_CPP | {"wide"}
 """Candidates that hold nothing of all pairs of positions, compiled or not."""
 ATTENTION = Op(
     "attention",
     (
         Candidate("amx", _amx, _why_not_amx),
+        Candidate("avx512", _avx512, _why_not_avx512),
         Candidate("wide", _wide, wide.why_not),
         Candidate("varlen", _varlen, why_not_varlen),
         Candidate("efficient", _efficient, why_not_efficient),
@@ -159,7 +182,7 @@ LINEAR_ATTENTION = Op(
 
 def reads_documents(candidate: str, device_type: str) -> bool:
     """True if a candidate reads `Documents`. On CPUs those without a kernel that skips go through them one by one; the
-    tiles of AMX skip what `segments` say."""
+    kernels in C++ skip what `segments` say."""
     return candidate in BY_DOCUMENTS or (device_type == "cpu" and candidate in ("wide", "native"))
 
 

@@ -17,9 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from tilewright.core.errors import ConfigError
+from tilewright.core.hardware import detect_machine
 from tilewright.formats.spec import SPECS
 from tilewright.models.base.eval_mode import evaluation
+from tilewright.ops.attention import ATTENTION, IN_CPP
 from tilewright.ops.backends.native.wide import widens
+from tilewright.ops.base.dispatch import Case, choose
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.decide import (
     ConversionPlan,
@@ -291,6 +294,19 @@ def _widens(policy: Policy, kernels: Kernels | None) -> bool:
     return policy.device_type == kernels.machine.device == "cpu" and not kernels.machine.cpu_multiplies(dtype)
 
 
+def _attention(policy: Policy, kernels: Kernels | None) -> str | None:
+    """The kernel in C++ that attention of this mode goes to; None where it is torch's, or asked to be."""
+    case = Case("cpu", torch.bfloat16)
+    if policy.device_type != "cpu" or policy.activation != "bf16":
+        return None
+    if kernels is None:
+        name = choose(ATTENTION, detect_machine("cpu"), case).candidate.name
+    else:
+        found = kernels.choices.get(("attention", case.device_type, case.dtype, case.kind))
+        name = "" if found is None else found.candidate.name
+    return name if name in IN_CPP else None
+
+
 def _surround(
     model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]], kernels: Kernels | None
 ) -> None:
@@ -300,7 +316,7 @@ def _surround(
     restores autocast for it but not this. The modules of `module_kinds` have their formats already, and those whose
     matmuls were given over need no region.
     """
-    functions, widened = fp32_functions(policy), _widens(policy, kernels)
+    functions, widened, attention = fp32_functions(policy), _widens(policy, kernels), _attention(policy, kernels)
     decided = {id(site.module) for site, _ in sites}
     needless = {id(site.module) for site, _ in sites if site.handling in (Handling.WEIGHT, Handling.SWAP)}
     computing = parametrizations(model)
@@ -312,10 +328,11 @@ def _surround(
     layers = [layer for stack in stacks for layer in stack]
     inside = {id(module) for layer in layers for module in layer.modules()}
     entries = [m for m in model.modules() if id(m) not in inside | needless and _has_children(m)]
-    known = [layer for layer in layers if functions or widened or getattr(layer, "precision_region", None) is not None]
+    alone = functions or widened or attention is not None
+    known = [layer for layer in layers if alone or getattr(layer, "precision_region", None) is not None]
     for module in [*entries, *known]:
         region = region_of(module, policy.device_type)
-        region.functions, region.widens = functions, widened
+        region.functions, region.widens, region.attention = functions, widened, attention
         if id(module) not in decided:
             region.autocast = autocast
         if module is model:

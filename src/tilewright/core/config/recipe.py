@@ -24,7 +24,7 @@ CheckpointInputs = Literal["exact", "fp8"]
 """none: keep all activations; selective: keep outputs of matmuls and attention; matmuls, attention: of one of them;
 full: recompute each layer."""
 LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
-AttentionBackend = Literal["auto", "amx", "wide", "varlen", "efficient", "native", "ref"]
+AttentionBackend = Literal["auto", "amx", "avx512", "wide", "varlen", "efficient", "native", "ref"]
 LinearAttentionBackend = Literal["auto", "chunked", "ref"]
 FollowBackend = Literal["auto", "triton", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
@@ -317,7 +317,8 @@ class OpsSection(Section):
     """Matmuls of linear layers: with FP32 weight gradients on a CPU's AMX tiles, with 16-bit operands widened to FP32,
     or torch's own."""
     attention: AttentionBackend = "auto"
-    """Causal attention: on AMX tiles (C++), with 16-bit operands widened, or torch's kernels; on GPUs by documents."""
+    """Causal attention: in C++ for BF16 on AMX tiles or AVX-512, with 16-bit operands widened, or torch's kernels; on
+    GPUs by documents."""
     linear_attention: LinearAttentionBackend = "auto"
     """Linear attention: by chunks of positions, or position by position."""
     rms_norm: NormBackend = "auto"

@@ -42,6 +42,24 @@ def first_key(position: int, window: int) -> int:
     return max(0, position - window + 1) if window else 0
 
 
+def first_keys(segments_BS: Tensor | None, num_positions: int, window: int = 0) -> Tensor | None:
+    """The first key that each position may see, [1 or B, S] int32, never falling; None: the first of all.
+
+    Example:
+        >>> first_keys(torch.tensor([[4, 4, 4, 7, 7]]), 5, window=2)
+        tensor([[0, 0, 1, 3, 3]], dtype=torch.int32)
+    """
+    if segments_BS is None and not window:
+        return None
+    position_1S = torch.arange(num_positions, dtype=torch.int32)[None]
+    found = torch.zeros_like(position_1S)
+    if segments_BS is not None:
+        begins_BS = torch.ones_like(segments_BS, dtype=torch.bool)
+        begins_BS[:, 1:] = segments_BS[:, 1:] != segments_BS[:, :-1]
+        found = torch.where(begins_BS, position_1S, 0).cummax(1).values
+    return torch.maximum(found, position_1S - window + 1) if window else found
+
+
 def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device, window: int = 0) -> Tensor:
     """Rows start..end of `allowed_pairs`, columns from the first key that one of them may see: [1 or B, 1, R, E]."""
     first = first_key(start, window)

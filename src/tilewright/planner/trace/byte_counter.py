@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from tilewright.ops.backends.native import dequant_gemm, wide_ops  # noqa: F401  they register what is counted here
+from tilewright.ops.backends.cpu import attention as _cpp_attention  # noqa: F401  they register what is counted here
+from tilewright.ops.backends.native import dequant_gemm, wide_ops  # noqa: F401
 from tilewright.precision.float8.gemm import gemm_ops  # noqa: F401
 
 
@@ -41,7 +42,10 @@ _aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 """What autograd asks of each fake tensor several times: two of three calls. It is answered at once, as the mode of fake
 tensors would."""
-_FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
+_own = torch.ops.tilewright
+_FLASH_ON_CPU = dict.fromkeys(
+    (_aten._scaled_dot_product_flash_attention_for_cpu, _own.bf16_attention, _own.masked_bf16_attention), _flash_flops
+)
 """torch's counter knows the fused attentions of CUDA only."""
 _PRODUCTS = tuple(
     getattr(torch.ops.tilewright, name) for name in ("dequant_gemm", "tile_fprop", "wide_gemm", "wide_batched_gemm")
@@ -55,6 +59,8 @@ _WALKS_NOWHERE = (
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
     _aten._unsafe_view,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _own.bf16_attention_backward,
+    _own.masked_bf16_attention_backward,
 )
 _GATHERS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
 """They read as much as they write, however large the table is."""

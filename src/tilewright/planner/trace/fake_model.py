@@ -22,6 +22,8 @@ from tilewright.ops.base.codes import codes_of
 
 KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
 """What runs 8-bit matmuls in a trace: operations that need no unit and no library, whatever the machine has."""
+OF_A_GPU = KERNELS | {"attention": "native"}
+"""The same where the run is on a GPU: the trace, on a CPU, calls torch's attention as well."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from tilewright.models.hf.probe import REFUSALS, Documents
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.trace.alike_experts import AlikeExperts
 from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, TooLong, is_view
-from tilewright.planner.trace.fake_model import KERNELS, document_styles, quiet, text_inputs, to_fake
+from tilewright.planner.trace.fake_model import KERNELS, OF_A_GPU, document_styles, quiet, text_inputs, to_fake
 from tilewright.planner.trace.fake_operations import TraceMode, fuse_attention
 from tilewright.planner.trace.layer_trace import Measures, TracedLayers, trace_layers
 from tilewright.precision.convert import convert
@@ -142,7 +142,8 @@ class Tracer:
             to_fake(self.model, torch.device("cpu"))
             if machine.device == "cuda":
                 fuse_attention([self.model.net, *self.model.layers])
-            convert(self.model, on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
+            kernels = KERNELS if machine.device == "cpu" else OF_A_GPU
+            convert(self.model, on_cpu, kernels=Kernels(machine, kernels, compile=False))
             for given in tile_weights(self.model).values():
                 given.matmuls.expert_loop = AlikeExperts
             self.model.train()

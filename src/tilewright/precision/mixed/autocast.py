@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tilewright.core.errors import ConfigError
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.precision.mixed.derived import Derived, derive
+from tilewright.precision.mixed.own_attention import own_attention, taken_call
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -72,17 +73,23 @@ class Fp32Functions(TorchFunctionMode):
         names: in `FUNCTIONS`.
         widens: whether matmuls of 16-bit operands, or of operands that autocast would round, get these operands in
             FP32. Autograd keeps those of linear layers and plain matmuls in 16 bits, all others in FP32.
+        attention: kernel in C++ that attention goes to where it takes the call, see `own_attention`.
     """
 
-    def __init__(self, names: frozenset[str], *, widens: bool = False):
+    def __init__(self, names: frozenset[str], *, widens: bool = False, attention: str | None = None):
         super().__init__()
         self.names = names
         self.functions = {function: name for name in names for function in FUNCTIONS[name]}
         self.widens = widens
+        self.attention = attention
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = self.functions.get(func)
+        if name is None and self.attention is not None and func is F.scaled_dot_product_attention:
+            taken = taken_call(*args, **kwargs)
+            if taken is not None:
+                return own_attention(self.attention, taken)
         if name is None and (not self.widens or func not in PRODUCTS or kwargs.get("out") is not None):
             return func(*args, **kwargs)
         low = _low_dtype((args, kwargs), autocast=name is None)
@@ -125,6 +132,7 @@ class Region:
         autocast: dtype that matmuls called as functions run in; None switches autocast off inside.
         functions: names in `FUNCTIONS` that run in FP32.
         widens: matmuls with 16-bit operands have these operands in FP32, for CPUs that multiply no others fast.
+        attention: kernel in C++ that causal attention goes to, see `own_attention`; None: torch's.
         inputs: dtype that floating-point tensor arguments are cast to; None leaves them.
         outputs: dtype that floating-point results are cast to, also in tuples and dicts; None leaves them; "input" is
             that of the first floating-point argument.
@@ -134,6 +142,7 @@ class Region:
     autocast: torch.dtype | None = None
     functions: frozenset[str] = frozenset()
     widens: bool = False
+    attention: str | None = None
     inputs: torch.dtype | None = None
     outputs: torch.dtype | str | None = None
 
@@ -148,8 +157,8 @@ class Region:
         # Without its cache: that keeps 16-bit weights until the outermost region ends, after many steps maybe.
         on = self.autocast is not None
         with torch.autocast(self.device_type, dtype=self.autocast, enabled=on, cache_enabled=False):
-            if self.functions or self.widens:
-                with Fp32Functions(self.functions, widens=self.widens):
+            if self.functions or self.widens or self.attention is not None:
+                with Fp32Functions(self.functions, widens=self.widens, attention=self.attention):
                     out = forward(*args, **kwargs)
             else:
                 out = forward(*args, **kwargs)

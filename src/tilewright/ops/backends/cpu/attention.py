@@ -1,31 +1,41 @@
-"""Causal document attention in BF16 on AMX tiles, by a library in C++: nothing of S x S is ever in memory.
+"""Causal document attention of BF16 operands by a library in C++: nothing of S x S is ever in memory.
+
+One file, built twice: products on AMX tiles, or by AVX-512's BF16 instruction.
 
 Legend: B batch, H query heads, K key heads, S positions, D width.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
-from tilewright.ops.backends.attention_parts import padded_values
+from tilewright.ops.backends.attention_parts import added_mask, expand, first_keys, padded_values
 from tilewright.ops.backends.cpu import amx
-from tilewright.ops.backends.cpu.build import ATTENTION
-from tilewright.ops.backends.native.varlen_availability import NO_WINDOW, WINDOW
+from tilewright.ops.backends.cpu.build import AMX_ATTENTION, AVX512_ATTENTION
 from tilewright.ops.backends.ref.math import score_scale
 from tilewright.ops.base.dispatch import Case
 
 
-def why_not(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `attention`. Builds the library where it is not there yet (seconds)."""
-    if case.device_type == "cpu" and case.kind not in NO_WINDOW.kinds:
-        return f"it knows {NO_WINDOW.what}"
-    return amx.why_not(ATTENTION, machine, case)
+def why_not_amx(machine: Machine, case: Case) -> str | None:
+    """The `why_not` of `by_amx`. Builds the library where it is not there yet (seconds)."""
+    return amx.why_not(AMX_ATTENTION, machine, case)
+
+
+def why_not_avx512(machine: Machine, case: Case) -> str | None:
+    """The `why_not` of `by_avx512`. Builds the library where it is not there yet (seconds)."""
+    if case.device_type != "cpu" or case.dtype != torch.bfloat16:
+        return "it is for BF16 on CPUs"
+    if "avx512_bf16" not in machine.cpu_features:
+        return "the CPU has no AVX-512 instructions for BF16, or torch may not use them"
+    return AVX512_ATTENTION.why_not(machine, case)
 
 
 def attention(
+    kernel: str,
     q_BHSD: Tensor,
     k_BKSD: Tensor,
     v_BKSD: Tensor,
@@ -34,59 +44,166 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention: see `ops.attention`. It goes by blocks of its own: `block` changes nothing."""
-    NO_WINDOW.check(WINDOW if window else "")
+    """Attention: see `ops.attention`. It goes by blocks of its own: `block` changes nothing.
+
+    Args:
+        kernel: "amx" or "avx512".
+        q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block, window: as there.
+    """
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
-    segments = None if segments_BS is None else segments_BS.to(torch.int32)
-    out = _Attention.apply(q_BHSD, k_BKSD, v, segments, scale)
+    out = _Attention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, window, kernel)
+    return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
+
+
+by_amx = functools.partial(attention, "amx")
+"""`attention` on AMX tiles."""
+by_avx512 = functools.partial(attention, "avx512")
+"""`attention` by AVX-512's BF16 instruction."""
+
+
+def masked_attention(
+    kernel: str, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention where a mask says what each query sees. Of a mask of documents or windows, where a query sees all keys
+    from a first one up to itself, it is `attention`; any other goes to torch's flash kernel.
+
+    Args:
+        kernel: "amx" or "avx512".
+        q_BHSD, k_BKSD, v_BKSD: in BF16.
+        mask: boolean, [1 or B, 1 or H, S, S]; true where a query sees a key.
+        scale: of the scores.
+    """
+    v = padded_values(q_BHSD, v_BKSD)
+    out = _MaskedAttention.apply(q_BHSD, k_BKSD, v, mask, score_scale(q_BHSD, scale), kernel)
     return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale):
-        out_BHSD, lse_BHS = _forward(q_BHSD, k_BKSD, v_BKSD, segments_BS, scale)
-        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
-        ctx.scale = scale
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, window, kernel):
+        out_BHSD, lse_BHS = _forward(q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, window, kernel)
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, segments_BS, out_BHSD, lse_BHS)
+        ctx.options = scale, window, kernel
         return out_BHSD
 
     @staticmethod
     def backward(ctx, dout_BHSD):
-        q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = ctx.saved_tensors
-        return *_backward(q_BHSD, k_BKSD, v_BKSD, segments_BS, out_BHSD, lse_BHS, dout_BHSD, ctx.scale), None, None
+        return *_backward(*ctx.saved_tensors, dout_BHSD, *ctx.options), None, None, None, None
 
 
-@torch.library.custom_op("tilewright::amx_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("tilewright::bf16_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, window: int, kernel: str
+) -> tuple[Tensor, Tensor]:
     """Result, and log-sum-exp of the scores in FP32 [B, H, S]."""
     q, k, v = (_rows(x) for x in (q, k, v))
-    segments = None if segments is None else segments.contiguous()
     out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    _call(amx.functions(ATTENTION).tw_attention, (q, k, v, out), lse, segments, (), q, k, scale)
+    function = _functions(kernel).tw_attention
+    _call(function, (q, k, v, out), lse, first_keys(segments, q.shape[2], window), (), q, k, scale)
     return out, lse
 
 
 @_forward.register_fake
-def _(q, k, v, segments, scale):
+def _(q, k, v, segments, scale, window, kernel):
     return _heads_inside(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("tilewright::amx_attention_backward", mutates_args=())
+@torch.library.custom_op("tilewright::bf16_attention_backward", mutates_args=())
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, window: int, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, out, dout = (_rows(x) for x in (q, k, v, out, dout))
-    segments = None if segments is None else segments.contiguous()
     dq, dk, dv = (_heads_inside(x) for x in (q, k, v))
-    function = amx.functions(ATTENTION).tw_attention_backward
-    _call(function, (q, k, v, out), lse.contiguous(), segments, (dout, dq, dk, dv), q, k, scale)
+    function, first = _functions(kernel).tw_attention_backward, first_keys(segments, q.shape[2], window)
+    _call(function, (q, k, v, out), lse.contiguous(), first, (dout, dq, dk, dv), q, k, scale)
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _(q, k, v, segments, out, lse, dout, scale):
+def _(q, k, v, segments, out, lse, dout, scale, window, kernel):
     return _heads_inside(q), _heads_inside(k), _heads_inside(v)
+
+
+class _MaskedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, mask, scale, kernel):
+        out_BHSD, lse_BHS, first_BS = _masked_forward(q_BHSD, k_BKSD, v_BKSD, mask, scale, kernel)
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, mask, first_BS, out_BHSD, lse_BHS)
+        ctx.options = scale, kernel
+        return out_BHSD
+
+    @staticmethod
+    def backward(ctx, dout_BHSD):
+        return *_masked_backward(*ctx.saved_tensors, dout_BHSD, *ctx.options), None, None, None
+
+
+@torch.library.custom_op("tilewright::masked_bf16_attention", mutates_args=())
+def _masked_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, kernel: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Result, log-sum-exp, and the first keys [1 or B, S]; -1 is the first of them where the mask is another one."""
+    first = _first_of(mask)
+    if first is not None:
+        q, k, v = (_rows(x) for x in (q, k, v))
+        out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        _call(_functions(kernel).tw_attention, (q, k, v, out), lse, first, (), q, k, scale)
+        return out, lse, first
+    group = q.shape[1] // k.shape[1]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, expand(k, group), expand(v, group), 0.0, False, attn_mask=added_mask(mask, q.dtype), scale=scale
+    )
+    return _heads_inside(q).copy_(out), lse, _no_first(mask)
+
+
+@_masked_forward.register_fake
+def _(q, k, v, mask, scale, kernel):
+    return _heads_inside(q), q.new_empty(q.shape[:3], dtype=torch.float32), _no_first(mask)
+
+
+@torch.library.custom_op("tilewright::masked_bf16_attention_backward", mutates_args=())
+def _masked_backward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, first: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    scale: float, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (_heads_inside(x) for x in (q, k, v))
+    if not first.numel() or first[0, 0] >= 0:
+        q, k, v, out, dout = (_rows(x) for x in (q, k, v, out, dout))
+        function = _functions(kernel).tw_attention_backward
+        _call(function, (q, k, v, out), lse.contiguous(), first, (dout, dq, dk, dv), q, k, scale)
+        return dq, dk, dv
+    heads = k.shape[1], q.shape[1] // k.shape[1]
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, expand(k, heads[1]), expand(v, heads[1]), out, lse, 0.0, False,
+        attn_mask=added_mask(mask, q.dtype), scale=scale,
+    )  # fmt: skip
+    for gradient, whole in zip((dq, dk, dv), found, strict=True):
+        gradient.copy_(whole if whole.shape == gradient.shape else whole.unflatten(1, heads).sum(2))
+    return dq, dk, dv
+
+
+@_masked_backward.register_fake
+def _(q, k, v, mask, first, out, lse, dout, scale, kernel):
+    return _heads_inside(q), _heads_inside(k), _heads_inside(v)
+
+
+def _no_first(mask: Tensor) -> Tensor:
+    return mask.new_full((mask.shape[0], mask.shape[2]), -1, dtype=torch.int32)
+
+
+def _first_of(mask: Tensor) -> Tensor | None:
+    """The first key that each query sees, if it sees all from there up to itself; else None."""
+    if mask.shape[1] != 1:
+        return None
+    seen, place = mask[:, 0], torch.arange(mask.shape[2], dtype=torch.int32)
+    first = seen.to(torch.uint8).argmax(-1).to(torch.int32) if seen.numel() else seen.sum(-1, dtype=torch.int32)
+    wanted = (place >= first[:, :, None]) & (place[:, None] >= place)
+    return first if torch.equal(seen, wanted) and bool((first[:, 1:] >= first[:, :-1]).all()) else None
+
+
+def _functions(kernel: str) -> ctypes.CDLL:
+    return amx.functions(AMX_ATTENTION) if kernel == "amx" else AVX512_ATTENTION.functions
 
 
 def _rows(x_BHSD: Tensor) -> Tensor:
@@ -102,13 +219,15 @@ def _heads_inside(x_BHSD: Tensor) -> Tensor:
 
 
 def _call(
-    function: Callable[..., int], operands: Sequence[Tensor], lse: Tensor, segments: Tensor | None,
+    function: Callable[..., int], operands: Sequence[Tensor], lse: Tensor, first: Tensor | None,
     more: Sequence[Tensor], q: Tensor, k: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    pointers = [x.data_ptr() for x in (*operands, lse)]
-    pointers += [None if segments is None else segments.data_ptr(), *(x.data_ptr() for x in more)]
-    strides = [x.stride(i) for x in (*operands, *more) for i in range(3)]
     batch, heads, positions, width = q.shape
+    if first is not None:
+        first = first.expand(batch, positions).contiguous()
+    pointers = [x.data_ptr() for x in (*operands, lse)]
+    pointers += [None if first is None else first.data_ptr(), *(x.data_ptr() for x in more)]
+    strides = [x.stride(i) for x in (*operands, *more) for i in range(3)]
     sizes = (batch, heads, k.shape[1], positions, width)
     if function(
         (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int64 * len(strides))(*strides),

@@ -45,10 +45,12 @@ class Library:
     Args:
         name: of the file, without its ending.
         signatures: result and arguments of its functions, by name.
+        defines: macros, where one file has several forms.
     """
 
     name: str
     signatures: Mapping[str, _Signature]
+    defines: tuple[str, ...] = ()
 
     def why_not(self, machine: Machine, case: Case) -> str | None:
         """The `why_not` of candidates written in C++. Builds the library where it is not there yet (seconds)."""
@@ -97,14 +99,9 @@ ROW_LINEAR = Library(
 )
 CACHED_LAYER = Library("cached_layer", {"tw_cached_layer": (_INT, [_INT, _POINTER, _FLOAT, _INT])})
 _ATTENTION_CALL = (_INT, [_POINTER, _POINTER, _POINTER, _FLOAT, _INT])
-ATTENTION = Library(
-    "attention",
-    {
-        "tw_ask_for_tiles": (_INT, []),
-        "tw_attention": _ATTENTION_CALL,
-        "tw_attention_backward": _ATTENTION_CALL,
-    },
-)
+_ATTENTION_CALLS = {"tw_attention": _ATTENTION_CALL, "tw_attention_backward": _ATTENTION_CALL}
+AMX_ATTENTION = Library("attention", {"tw_ask_for_tiles": (_INT, []), **_ATTENTION_CALLS}, defines=("TILES",))
+AVX512_ATTENTION = Library("attention", _ATTENTION_CALLS)
 
 
 @functools.cache  # asked for in each operation, so the search for a compiler is not repeated
@@ -141,7 +138,8 @@ def build(library: Library, compiler: str, folder: Path) -> Path:
     source = _FOLDER / f"{library.name}.cpp"
     version = _run([compiler, "--version"])
     files = [source.read_bytes(), *(path.read_bytes() for path in sorted(_FOLDER.glob("*.h")))]
-    flags, features = (*FLAGS, *_without(cpu_features())), sorted(cpu_features())
+    defines = (f"-D{name}" for name in library.defines)
+    flags, features = (*FLAGS, *defines, *_without(cpu_features())), sorted(cpu_features())
     parts = [*files, *(text.encode() for text in (*flags, version, platform.machine(), *features))]
     path = folder / f"{library.name}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
     if path.exists():

@@ -1,4 +1,5 @@
-// Causal document attention on AMX tiles, forward and backward: flash attention, scores never whole.
+// Causal attention within documents and windows, operands in BF16, forward and backward: flash attention, scores never
+// whole. Products are made on AMX tiles with -DTILES, by AVX-512's BF16 instruction without.
 //
 // Scores are made transposed, [keys, queries]: their maximum and sum over keys go down the lanes of a vector, and the
 // probabilities come out in the order in which the next product wants them.
@@ -11,7 +12,11 @@
 #include <atomic>
 #include <cmath>
 
+#if defined(TILES)
 #include "tiles.h"
+#else
+#include "pairs.h"
+#endif
 
 namespace {
 
@@ -29,7 +34,7 @@ struct Rows {
 struct Problem {
   Rows q, k, v, out;
   float* lse;         // [B, H, S]
-  const int* segment;  // [B, S], or null
+  const int* first;  // [B, S]: the first key that a query sees, never falling; null: the first of all
   Rows dout, dq, dk, dv;
   i64 B, H, K, S, D;
   float scale;
@@ -142,49 +147,31 @@ inline __m512i paired(__m256i first, __m256i second) {
   return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
 }
 
-// Which of the 16 queries from `query` on may see a key.
-struct Mask {
-  const int* segment;  // of this batch row, or null
-  i64 S;
-  __m512i queries, segments;
+// The keys that each query of a row of the batch sees: from a first one up to itself.
+struct Seen {
+  int* first;
 
-  Mask(const int* segment, i64 S, i64 query) : segment(segment), S(S) {
-    queries = _mm512_add_epi32(_mm512_set1_epi32((int)query),
-                               _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    const i64 left = S - query;
-    const __mmask16 there = left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
-    segments = segment ? _mm512_maskz_loadu_epi32(there, segment + query) : _mm512_setzero_si512();
+  Seen(const Problem& p, i64 b, Arena& arena) : first(arena.take<int>(p.P())) {
+    for (i64 i = 0; i < p.S; i++) first[i] = p.first ? p.first[b * p.S + i] : 0;
+    for (i64 i = p.S; i < p.P(); i++) first[i] = INT32_MAX;  // what is not there sees nothing
   }
-  __mmask16 operator()(i64 key) const {
-    if (key >= S) return 0;
-    const __mmask16 earlier = _mm512_cmpge_epi32_mask(queries, _mm512_set1_epi32((int)key));
-    return segment ? _mm512_mask_cmpeq_epi32_mask(earlier, segments, _mm512_set1_epi32(segment[key])) : earlier;
-  }
+  // Whether a query of a block sees a key of an earlier one or its own.
+  bool any(i64 key, i64 query) const { return first[query] < key + SIDE; }
+  // Whether every query of a block sees every key of another one.
+  bool all(i64 key, i64 query) const { return key + SIDE <= query && first[query + SIDE - 1] <= key; }
 };
 
-// Smallest and largest document in each 32 positions of a row: blocks that share none are left out.
-struct Documents {
-  const int* segment;
-  i64 S;
-  int *low, *high;
+// Which of the 16 queries from `query` on see a key.
+struct Mask {
+  __m512i queries, first;
 
-  Documents(const int* segment, i64 S, Arena& arena) : segment(segment), S(S) {
-    low = arena.take<int>(whole(S) / SIDE), high = arena.take<int>(whole(S) / SIDE);
-    if (!segment) return;
-    for (i64 first = 0; first < S; first += SIDE) {
-      const auto [least, most] = std::minmax_element(segment + first, segment + std::min(first + SIDE, S));
-      low[first / SIDE] = *least, high[first / SIDE] = *most;
-    }
+  Mask(const Seen& seen, i64 query) : first(_mm512_loadu_si512(seen.first + query)) {
+    queries = _mm512_add_epi32(_mm512_set1_epi32((int)query),
+                               _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   }
-  bool meet(i64 key, i64 query) const {
-    const i64 k = key / SIDE, q = query / SIDE;
-    return !segment || (low[k] <= high[q] && low[q] <= high[k]);
-  }
-  // Whether every query of a block may see every key of an earlier one.
-  bool all(i64 key, i64 query) const {
-    if (key + SIDE > query || key + SIDE > S) return false;
-    const i64 k = key / SIDE, q = query / SIDE;
-    return !segment || (low[k] == high[k] && low[q] == high[q] && low[k] == low[q]);
+  __mmask16 operator()(i64 key) const {
+    const __m512i keys = _mm512_set1_epi32((int)key);
+    return _mm512_mask_cmple_epi32_mask(_mm512_cmple_epi32_mask(keys, queries), first, keys);
   }
 };
 
@@ -216,27 +203,24 @@ void forward(const Problem& p, i64 unit) {
   auto *keys = arena.take<bf16>(P * W), *values = arena.take<bf16>(P * W), *query = arena.take<bf16>(W * SIDE);
   auto *probs = arena.take<bf16>(KEYS * SIDE);
   auto *scores = arena.take<float>(KEYS * SIDE), *out = arena.take<float>(W * SIDE);
-  const int* segment = p.segment ? p.segment + b * p.S : nullptr;
-  const Documents documents(segment, p.S, arena);
-  Tiles tiles;
+  const Seen seen(p, b, arena);
+  Multiplier multiplier;
   pack_rows(p.k.at(b, unit % p.K), p, keys);
   pack_turned(p.v.at(b, unit % p.K), p, values);
   const __m512 scale = _mm512_set1_ps(p.scale);
   for (i64 h = unit % p.K * group; h < (unit % p.K + 1) * group; h++)
     for (i64 q = 0; q < p.S; q += SIDE) {
       pack_turned_pairs(p.q.at(b, h), p, q, query);
-      const Mask mask[2] = {{segment, p.S, q}, {segment, p.S, q + 16}};
+      const Mask mask[2] = {{seen, q}, {seen, q + 16}};
       alignas(64) __m512 most[2] = {_mm512_set1_ps(NEVER), _mm512_set1_ps(NEVER)};  // of scores so far
       __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-      i64 begin = 0;
-      while (!documents.meet(begin, q)) begin += SIDE;
       bool first = true;
-      for (i64 start = begin; start <= q; start += KEYS) {
+      for (i64 start = seen.first[q] / SIDE * SIDE; start <= q; start += KEYS) {
         const i64 end = std::min(start + KEYS, q + SIDE);
         for (i64 key = start; key < end; key += SIDE) {
           float* part = scores + (key - start) * SIDE;
           block(rows_of(keys + key * W, W), panel_of(query), W / SIDE, part, SIDE, false);
-          if (documents.all(key, q)) continue;
+          if (seen.all(key, q)) continue;
           for (i64 i = 0; i < SIDE; i++)
             for (int half = 0; half < 2; half++) {
               float* at = part + i * SIDE + 16 * half;
@@ -346,10 +330,9 @@ void backward(const Problem& p, i64 unit) {
   auto *probs = arena.take<bf16>(SIDE * BLOCK), *dscores = arena.take<bf16>(SIDE * BLOCK);
   auto* dscores_pairs = arena.take<bf16>(BLOCK * BLOCK);  // [queries / 32][keys / 2][32][2]
   alignas(64) float s[SIDE * SIDE], dp[SIDE * SIDE];
-  const int* segment = p.segment ? p.segment + b * p.S : nullptr;
-  const Documents documents(segment, p.S, arena);
+  const Seen seen(p, b, arena);
   const __m512 scale = _mm512_set1_ps(p.scale);
-  Tiles tiles;
+  Multiplier multiplier;
   pack_rows(p.k.at(b, unit % p.K), p, keys);
   pack_rows(p.v.at(b, unit % p.K), p, values);
   pack_turned(p.k.at(b, unit % p.K), p, keys_turned);
@@ -376,6 +359,7 @@ void backward(const Problem& p, i64 unit) {
     for (i64 key_start = 0; key_start < P; key_start += BLOCK)
       for (i64 start = key_start; start < P; start += BLOCK) {
         const i64 key_end = std::min(key_start + BLOCK, P), end = std::min(start + BLOCK, P);
+        if (!seen.any(key_end - SIDE, start)) break;  // nor does a later query
         for (i64 key = key_start; key < std::min(key_end, end); key += SIDE) {
           const i64 from = std::max(start, key);
           bool any = false;
@@ -383,15 +367,15 @@ void backward(const Problem& p, i64 unit) {
             const i64 at = query - start;
             const Made made{probs + at, dscores + at,
                             dscores_pairs + at * BLOCK + (key - key_start) * SIDE};
-            if (!documents.meet(key, query)) {
+            if (!seen.any(key, query)) {
               make_nothing(made);
               continue;
             }
             any = true;
             block(rows_of(keys + key * W, W), panel_of(q_turned + query * W), W / SIDE, s, SIDE, false);
             block(rows_of(values + key * W, W), panel_of(dout_turned + query * W), W / SIDE, dp, SIDE, false);
-            const Mask mask[2] = {{segment, p.S, query}, {segment, p.S, query + 16}};
-            make(s, dp, mask, !documents.all(key, query), key, scale, lse + query, delta + query, made);
+            const Mask mask[2] = {{seen, query}, {seen, query + 16}};
+            make(s, dp, mask, !seen.all(key, query), key, scale, lse + query, delta + query, made);
           }
           if (!any) continue;
           const Side left_v = rows_of(probs + from - start, BLOCK), left_k = rows_of(dscores + from - start, BLOCK);
@@ -415,10 +399,12 @@ void backward(const Problem& p, i64 unit) {
 
 }  // namespace
 
+#if defined(TILES)
 extern "C" int tw_ask_for_tiles() { return ask_for_tiles(); }
+#endif
 
-// Work `unit` on each head of keys. Tensors: q, k, v, out, lse, segments (or null); for backward then dout, dq, dk, dv.
-// Strides of all but lse and segments: batch, head, row. Sizes: B, H, K, S, D. Returns 1 where there is no memory.
+// Work `unit` on each head of keys. Tensors: q, k, v, out, lse, first keys (or null); for backward then dout, dq, dk, dv.
+// Strides of all but lse and first keys: batch, head, row. Sizes: B, H, K, S, D. Returns 1 where there is no memory.
 static int work(void (*unit)(const Problem&, i64), void* const* tensors, const i64* strides, const i64* sizes, float scale,
                 bool back, int threads) {
   std::atomic<bool> no_memory{false};
@@ -430,7 +416,7 @@ static int work(void (*unit)(const Problem&, i64), void* const* tensors, const i
       *named[i] = {(bf16*)tensors[i], strides[0], strides[1], strides[2]};
       strides += 3;
     }
-  p.lse = (float*)tensors[4], p.segment = (const int*)tensors[5];
+  p.lse = (float*)tensors[4], p.first = (const int*)tensors[5];
   p.B = sizes[0], p.H = sizes[1], p.K = sizes[2], p.S = sizes[3], p.D = sizes[4], p.scale = scale;
   run(p, unit, p.B * p.K, p.B * p.H * p.S * p.S, threads);
   return no_memory;

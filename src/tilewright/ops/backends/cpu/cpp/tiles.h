@@ -1,28 +1,12 @@
-// AMX tiles: their configuration, packing of BF16 operands for them, and the product of a block.
-//
-// A tile instruction takes 16 rows x 32 values of the left operand and, of the right one, 32 values x 16 columns with the
-// values in pairs: [16 pairs][16 columns][2].
+// Products of blocks on AMX tiles: their configuration, and the product.
 
 #pragma once
-#include <immintrin.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
-#include "threads.h"
+#include "packing.h"
 
 namespace {
-
-typedef uint16_t bf16;
-constexpr i64 SIDE = 32;         // of a block of results: 2 x 2 tiles of 16 x 16 sums
-constexpr i64 PAIRS = 16;        // pairs of values that one tile instruction multiplies and sums
-constexpr i64 STEP = 2 * PAIRS;  // values
-
-inline i64 whole(i64 size) { return (size + SIDE - 1) / SIDE * SIDE; }
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -32,29 +16,22 @@ struct alignas(64) TileConfig {
 
 // Tiles as this library uses them while it lives; then as they were, for others keep a configuration between their calls.
 // In assembly: GCC 12's intrinsics name 8 of the 64 bytes, and the compiler left out the stores to the others.
-class Tiles {
+class Multiplier {
   TileConfig before;
 
  public:
-  Tiles() {
+  Multiplier() {
     const TileConfig ours;
     asm volatile("sttilecfg %0" : "=m"(before));
     asm volatile("ldtilecfg %0" : : "m"(ours));
   }
-  ~Tiles() {
+  ~Multiplier() {
     if (before.palette)
       asm volatile("ldtilecfg %0" : : "m"(before));
     else
       _tile_release();
   }
-  Tiles(const Tiles&) = delete;
-};
-
-// A packed operand: its first tile, elements from there to the next tile (of rows or columns) and to the next step,
-// bytes between the rows of a tile.
-struct Side {
-  const bf16* from;
-  i64 tile, step, stride;
+  Multiplier(const Multiplier&) = delete;
 };
 
 // out[32, 32] (+)= the product over `steps`.
@@ -85,77 +62,6 @@ inline void block(Side a, Side b, i64 steps, float* out, i64 stride, bool adds) 
   _tile_stored(2, out + 16 * stride, stride * 4);
   _tile_stored(3, out + 16 * stride + 16, stride * 4);
 }
-
-// 32 values; zeros beyond the first `count`.
-inline __m512i row(const bf16* from, i64 count) {
-  if (count >= SIDE) return _mm512_loadu_si512(from);
-  return count <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16((1u << count) - 1, from);
-}
-
-// Two rows of 32 values -> 32 pairs, 16 in each result.
-inline void interleave(__m512i first, __m512i second, __m512i& low, __m512i& high) {
-  alignas(64) static const uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                               8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i from = _mm512_load_si512(LOW);
-  low = _mm512_permutex2var_epi16(first, from, second);
-  high = _mm512_permutex2var_epi16(first, _mm512_add_epi16(from, _mm512_set1_epi16(16)), second);
-}
-
-// 16 x 16 values of 32 bits, turned.
-inline void turn(__m512i r[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
-inline void store(bf16* to, const __m512i rows[16], i64 stride) {
-  for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * stride, rows[i]);
-}
-
-// Memory of a thread, kept between calls and outside of malloc's heap, where blocks of a MiB would come and go many times a
-// step among the tensors. It grows to what the largest call needs.
-class Scratch {
-  void* from = nullptr;
-  i64 size = 0;
-
- public:
-  ~Scratch() { release(); }
-  void release() {
-    if (from) munmap(from, size);
-    from = nullptr, size = 0;
-  }
-  // At least `bytes`, of a page's alignment; null where there is no memory.
-  char* get(i64 bytes) {
-    if (bytes > size) {
-      release();
-      void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      if (found == MAP_FAILED) return nullptr;
-      from = found, size = bytes;
-    }
-    return (char*)from;
-  }
-};
-thread_local Scratch scratch;
 
 // 0 if the system lets this process use tiles; it must be asked once, before the first product.
 inline int ask_for_tiles() {

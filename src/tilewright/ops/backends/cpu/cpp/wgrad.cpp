@@ -79,7 +79,7 @@ void rows_of_out(const Product& p, i64 unit) {
   const i64 first = unit * SIDE, rows = std::min(SIDE, p.dy.columns - first);
   const Side dy{p.dy.packed + unit * p.dy.panel(), 16 * STEP, SIDE * STEP, 64};
   Side x{p.x.packed, SIDE, STEP * SIDE, 128};
-  Tiles tiles;
+  Multiplier multiplier;
   for (i64 column = 0; column < p.x.columns; column += SIDE, x.from += p.x.panel()) {
     float* out = p.out + (p.dy.column + first) * p.K + p.x.column + column;
     const i64 columns = std::min(SIDE, p.x.columns - column);
