@@ -222,6 +222,26 @@ def test_writes_to_a_weight_count_at_once_and_copies_have_their_own():
     assert torch.equal(generate(model, ids, 20, temperature=0), generate(make_decoder("gqa"), ids, 20, temperature=0))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cache_that_was_filled_under_autocast_is_read_as_it_is(rows):
+    """In BF16, beside weights in FP32; tokens that follow with autocast, and without, have the layer's own parts."""
+    found = []
+    for is_attached in (False, True):
+        model, ids = make_decoder("gqa").eval(), torch.arange(5 * rows).reshape(rows, 5)
+        if is_attached:
+            attach(model, MACHINE)
+        with inference(model):
+            cache, logits = model.new_cache(rows, 12), []
+            for step in range(5):
+                with torch.autocast("cpu", torch.bfloat16, enabled=step in (0, 3)):
+                    given_ = ids if step == 0 else ids[:, :1] + step
+                    logits.append(model.next_token_logits(given_, cache))
+        found.append(torch.stack(logits))
+    plain, attached = found
+    # bound: sums in another order may round a key or a value to its neighbour in BF16
+    assert (attached - plain).abs().max() <= torch.finfo(torch.bfloat16).eps * plain.abs().max()
+
+
 def test_without_a_compiler_the_layers_stay():
     model = make_decoder("gqa")
     attach(model, replace(MACHINE, cxx_compiler=None))

@@ -11,6 +11,7 @@ from tests.models.shapes import KERNELS
 from tilewright.compress.prune.cut import LayoutError
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.units import parameters_left
+from tilewright.core.errors import ConfigError
 from tilewright.models.hf.load import load_hf
 
 KINDS = {
@@ -29,6 +30,39 @@ def test_parameters_of_cuts_together_are_those_of_the_model_that_they_make(name,
     shares = {kind: data.draw(st.sampled_from([0.0, 0.3, 0.6, 0.9])) for kind in kinds}
     made = prune(model, shares, importance="l1", multiple={})
     assert parameters_left(model, made.after) == sum(param.numel() for param in made.model.parameters())
+
+
+def test_layers_go_and_the_tokens_that_end_a_text_stay():
+    """Of three layers one goes; three tokens are no layers."""
+    import transformers
+
+    config = transformers.LlamaConfig(**FOREIGN["Llama"][1], eos_token_id=[3, 5, 7])
+    model = drawn(load_hf(config, "causal_lm", kernels=KERNELS))
+    made = prune(model, {"layers": 0.3}, importance="l1").model
+    assert made.config.num_hidden_layers == 2
+    assert made.config.eos_token_id == [3, 5, 7]
+
+
+_LM = FOREIGN["Llama"][1]
+WHOLE = {  # models of transformers with widths that do not follow the number of heads
+    "Olmoe": _LM | {"num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},  # a norm over all of them
+    "Falcon": {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},  # no head_dim
+}
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_heads_that_other_widths_do_not_follow_stay_whole(family):
+    """In words, where the smaller model could not be built or run. Layers can be cut."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**WHOLE[family])
+    model = load_hf(config, "causal_lm", kernels=KERNELS)
+    model.net.set_experts_implementation("eager")
+    drawn(model)
+    with pytest.raises(ConfigError) as error:
+        prune(model, {"heads": 0.5}, importance="l1")
+    assert all(problem.got and problem.need and problem.try_ for problem in error.value.problems)
+    assert prune(model, {"layers": 0.5}, importance="l1").after["layers"] < model.config.num_hidden_layers
 
 
 SPARSE = {

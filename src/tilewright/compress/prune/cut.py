@@ -120,10 +120,21 @@ def difference(model: Any, units: UnitGroup, kept: Kept, made: Any) -> float:
 
     Args:
         model, units, kept, made: see `cut`, and its result.
+
+    Raises:
+        LayoutError: the cut model cannot run: a layer of it has a width that does not follow the number of units.
     """
     batch = short_batch(model)
-    with evaluation(made):
-        found = _losses(made, batch)
+    try:
+        with evaluation(made):
+            found = _losses(made, batch)
+    except RuntimeError as error:
+        raise LayoutError(
+            f"Model with fewer {units.kind} does not run",
+            got=" ".join(str(error).split()).rstrip("."),
+            need="layers whose widths all follow the number of units",
+            try_="other kinds of unit; this one stays whole",
+        ) from error
     with evaluation(model), _without(model, units, kept):
         expected = _losses(model, batch)
     scale = expected.abs().mean().clamp_min(torch.finfo(expected.dtype).tiny)

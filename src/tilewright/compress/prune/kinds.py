@@ -172,7 +172,7 @@ def _channels(config: Any, values: dict[str, Any]) -> Count | Whole:
 
 def _layers(config: Any, layers: int, kept: Sequence[int]) -> Any:
     values = config.to_dict()
-    by_layer = {name: value for name, value in values.items() if _by_layer(value, layers)}
+    by_layer = {name: value for name, value in values.items() if _by_layer(name, value, layers)}
     lists: dict[str, Any] = {name: [value[i] for i in kept] for name, value in by_layer.items()}
     dense = values.get("first_k_dense_replace")
     if isinstance(dense, int):
@@ -180,8 +180,9 @@ def _layers(config: Any, layers: int, kept: Sequence[int]) -> Any:
     return changed(config, {"num_hidden_layers": len(kept)} | lists)
 
 
-def _by_layer(value: Any, layers: int) -> bool:
-    return isinstance(value, list) and len(value) == layers
+def _by_layer(name: str, value: Any, layers: int) -> bool:
+    """True for a list with an entry for each layer, not for tokens that end a text, which may be as many."""
+    return isinstance(value, list) and len(value) == layers and not name.endswith("_token_id")
 
 
 def changed(config: Any, values: dict[str, Any]) -> Any:

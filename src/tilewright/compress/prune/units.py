@@ -98,7 +98,7 @@ def _shapes(model: Any, count: Count) -> dict[str, tuple[int, ...]] | str:
         return "its architecture makes no model from a shape alone"
     try:
         made = spec.meta_model(count.fewer(range(count.units - 1)), model.kernels, model.task)
-    except (ValueError, RuntimeError, StrictDataclassError) as error:
+    except (ValueError, RuntimeError, AttributeError, StrictDataclassError) as error:
         return f"a model with one less cannot be built: {' '.join(str(error).split()).rstrip('.')}"
     return {name: tuple(tensor.shape) for name, tensor in stored(made).items()}
 

@@ -54,6 +54,8 @@ class RowBlock(Block):
         attention = self.self_attn
         kept = x_BSD.new_empty(1).expand(len(x_BSD), 1, len(weights.k) // attention.head_dim, attention.head_dim)
         pasts = [RowPast(*tensors) for tensors in cache.reserve(kept, kept, window=attention.core.window)]
+        if any(kept.dtype != x_BSD.dtype for past in pasts for kept in past):  # filled under autocast
+            return super().forward(x_BSD, cos, sin, segments, cache, give)  # type: ignore[arg-type]
         own = slice(len(pasts))  # the rows behind them repeat the first
         angles = [each[own if len(each) > 1 else slice(None), 0] for each in (cos, sin)]
         out_ND = self.cached_layer(x_BSD[own, 0], weights, self.input_layernorm.eps, *angles, pasts)
