@@ -8,10 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.data.build.corpora import build, build_as_ranks, digest, settings
 from tests.data.build.test_incremental import stages_run_alone
 from tests.data.chat.families import make_folder
+from tests.data.chat.test_rows import talks
+from tests.draws import examples
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, DataError
@@ -130,14 +134,34 @@ def test_ids_masks_and_reasons_are_those_of_the_other_road(model, tmp_path, form
     for name in ("shapes", "template", "not_read", "rendered_again", "saved_tokens"):
         assert ours[name] == theirs[name], name
     assert 0 < found.summary["domains"]["talks"]["holdout_docs"] < 20
-    reasons = [
-        {reason: one["documents"] for reason, one in summary["refused"].items() if one["documents"]}
-        for summary in (found.summary, other.summary)
-    ]
-    assert reasons[0] == reasons[1]
+    assert _reasons(found.summary) == _reasons(other.summary)
     assert "[[" in "\n".join(found.preview())
     batch = found.eval_batches("talks", 2, 1)[0]
     assert (batch["labels"] >= 0).any()
+
+
+@given(drawn=st.lists(talks(), min_size=4, max_size=10))
+@examples(12)
+def test_any_rows_are_those_of_the_other_road(model, tmp_path_factory, drawn):
+    """With calls of tools, thoughts, weights and names; whatever the template refuses, both refuse by the same name."""
+    folder = tmp_path_factory.mktemp("drawn")
+    found = [talk(i) for i in range(6)]
+    for number, (messages, tools) in enumerate(drawn):
+        last = next(message for message in reversed(messages) if message["role"] == "user")
+        last["content"] += f" number {number}"  # so that none is a copy
+        found.append({"messages": messages, "tools": tools})
+    (folder / "in" / "talks").mkdir(parents=True)
+    (folder / "in" / "talks" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    how = {"format": "chat", "cache_dir": str(folder / "cache"), "seq_len": 4096}
+    other = prepare(str(folder / "in"), model_folder=str(model), tokenizer=str(model), holdout=0.1, **how)
+    build(chat_settings(folder / "in", model, split={"holdout": 0.1}, **ALL), folder / "out")
+    ours = prepare(str(folder / "out"), **how)
+    assert renderings(folder / "out" / "tokens") == renderings(other.tokenizer_folder.parent)
+    assert _reasons(ours.summary) == _reasons(other.summary)
+
+
+def _reasons(summary: dict) -> dict[str, int]:
+    return {reason: one["documents"] for reason, one in summary["refused"].items() if one["documents"]}
 
 
 def test_processes_ranks_and_a_second_build_give_the_same_bytes(model, tmp_path):
@@ -246,8 +270,8 @@ def test_a_run_says_what_a_built_dataset_is_not(model, tmp_path):
             prepare(out, format=other, **how)
     with pytest.raises(DataError, match="another chat template"):
         prepare(out, format="chat", model_folder=str(model), **how)
-    for given in ({"model_folder": str(model), "chat_template": "chatml"}, {"model_folder": str(bare)}, {}):
-        assert prepare(out, format="chat", **given, **how).domains == ("talks",)
+    for same in ({"model_folder": str(model), "chat_template": "chatml"}, {"model_folder": str(bare)}, {}):
+        assert prepare(out, format="chat", **same, **how).domains == ("talks",)
     with pytest.raises(DataError, match="some of: talks"):
         prepare(out, format="chat", domains=("none",), **how)
 
