@@ -119,7 +119,7 @@ def renderings(tokens: Path) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("form", ["chat", "preferences"])
 def test_ids_masks_and_reasons_are_those_of_the_other_road(model, tmp_path, form):
     make = talk if form == "chat" else pair
-    source = write(tmp_path / "in", [make(i) for i in range(60)])
+    source = write(tmp_path / "in", [make(i) for i in range(40)])
     (source / "talks" / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in BAD.values()))
     how = {"format": form, "cache_dir": str(tmp_path / "cache"), "seq_len": 512}
     other = prepare(str(source), model_folder=str(model), tokenizer=str(model), holdout=0.1, **how)
@@ -141,7 +141,7 @@ def test_ids_masks_and_reasons_are_those_of_the_other_road(model, tmp_path, form
 
 
 @given(drawn=st.lists(talks(), min_size=4, max_size=10))
-@examples(12)
+@examples(6)
 def test_any_rows_are_those_of_the_other_road(model, tmp_path_factory, drawn):
     """With calls of tools, thoughts, weights and names; whatever the template refuses, both refuse by the same name."""
     folder = tmp_path_factory.mktemp("drawn")
@@ -165,7 +165,7 @@ def _reasons(summary: dict) -> dict[str, int]:
 
 
 def test_processes_ranks_and_a_second_build_give_the_same_bytes(model, tmp_path):
-    source = write(tmp_path / "in", [talk(i) for i in range(40)])
+    source = write(tmp_path / "in", [talk(i) for i in range(16)])
     config = chat_settings(source, model)
     first = build(config, tmp_path / "one")
     build_as_ranks(config, tmp_path / "ranks")
@@ -178,7 +178,7 @@ def test_processes_ranks_and_a_second_build_give_the_same_bytes(model, tmp_path)
 
 def test_a_dataset_of_text_becomes_one_of_conversations_and_text_again(model, tmp_path):
     """In one folder, what is left of the one is not in the other."""
-    source = write(tmp_path / "in", [talk(i) | {"text": _say(random.Random(-i), i)} for i in range(40)])
+    source = write(tmp_path / "in", [talk(i) | {"text": _say(random.Random(-i), i)} for i in range(16)])
     text, talks = settings(source), chat_settings(source, model)
     fresh = {}
     for name, config in (("text", text), ("talks", talks)):
@@ -288,7 +288,7 @@ def test_domains_of_a_dataset_are_chosen(model, tmp_path):
     assert one.num_rows["talks"] == both.num_rows["talks"]
 
 
-def test_the_command_that_trains_on_it_is_printed(model, tmp_path, capsys):
+def test_commands_show_it_and_the_one_that_trains_on_it_is_printed(model, tmp_path, capsys):
     write(tmp_path / "in", [talk(i) for i in range(12)])
     path = tmp_path / "data.toml"
     path.write_text(f'read.source = "in"\nchat.format = "chat"\ntokenizer.path = "{model}"\n')
@@ -296,3 +296,17 @@ def test_the_command_that_trains_on_it_is_printed(model, tmp_path, capsys):
     command = capsys.readouterr().out.splitlines()[-1]
     assert command == f"tilewright train --data.source {tmp_path / 'out'} --data.format chat"
     assert load_recipe(None, command.split()[2:], environ={}).recipe.data.format == "chat"
+    assert run(["data", "inspect", str(tmp_path / "out")]) == 0
+    assert "(conversations)" in capsys.readouterr().out
+    assert run(["data", "inspect", str(tmp_path / "out"), "--record", "a.jsonl"]) == 0
+    assert 'facts: {"conversation"' in capsys.readouterr().out
+
+
+def test_a_change_of_the_template_renders_again_and_reads_nothing(model, tmp_path):
+    source, work = write(tmp_path / "in", [talk(i) for i in range(12)]), tmp_path / "out" / "work"
+    build(chat_settings(source, model), tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in work.rglob("receipt.json")}
+    other = settings(source, chat={"format": "chat", "template": "chatml"}, tokenizer={"path": str(model)})
+    build(other, tmp_path / "out")
+    made = {p.relative_to(work).parts[0] for p in work.rglob("receipt.json") if before.get(p) != p.stat().st_mtime_ns}
+    assert made == {"template", "render", "dataset"}

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import tokenizers
+
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.data.common.progress import ProgressBar
@@ -118,7 +120,9 @@ def _publish(context: Context) -> dict[str, Any]:
     """Give the dataset's files their names below `out`; nothing is done where they have them."""
     out, source = context.out, context.folder("dataset")
     folders = {part: (context.folder(SHARDS) if part == SHARDS else source) / part for part in PARTS}
-    encoder = {"encoder": encoder_of(context.folder(ENCODER_CHOICE.name))} if ENCODER_CHOICE.units(context) else {}
+    encoder = f"tokenizers {tokenizers.__version__} (conversations)"
+    if ENCODER_CHOICE.units(context):
+        encoder = encoder_of(context.folder(ENCODER_CHOICE.name))
     stages = {}
     for stage in STAGES:
         receipts = [context.units.receipt(stage.name, i) for i in range(stage.units(context))]
@@ -128,7 +132,7 @@ def _publish(context: Context) -> dict[str, Any]:
         "fingerprint": context.one("dataset"),
         "files": (context.units.receipt("dataset", 0) or {})["files"],
         "shards": ((context.units.receipt(SHARDS, 0) or {}).get("files") or {}).get(INDEX),
-        "summary": json.loads((source / "tokens" / "summary.json").read_bytes()) | encoder,
+        "summary": json.loads((source / "tokens" / "summary.json").read_bytes()) | {"encoder": encoder},
         "settings": context.build.model_dump(mode="json"),
         "stages": {name: fingerprint_of(digests) for name, digests in stages.items()},
     }
