@@ -42,6 +42,7 @@ def speed() -> Iterator[Row]:
         f"speed/1 threads/{LOW_BIT}/wall", "{:.1f} ns",
     ))  # fmt: skip
     yield from of("step_share_*", _shares)
+    yield from of("eager_attention_*", _eager_attention)
     yield from of("ops_*", *(
         Claim(f"{{result}}_{text}", f"speed of {text}, against torch's own", "at least 1x", f"{case}/speedup")
         for text, case in OPS.items()
@@ -60,6 +61,15 @@ def _shares(result: Result) -> Iterator[Row]:
     name, found = min(cases.items(), key=lambda case: case[1]["explained"])
     metric = f"share of a step whose owner is named, least of {len(cases)} cases ({name})"
     yield row(result, f"{result.name}_owners", metric, "at least 90 %", 100 * found["explained"], "{:.0f} %")
+
+
+def _eager_attention(result: Result) -> Iterator[Row]:
+    speeds = {name: one["bf16_speed_of_fp32"] for name, one in result.results.items() if isinstance(one, Mapping)}
+    name = min(speeds, key=lambda case: speeds[case]["median"])
+    metric = (
+        f"speed of eager attention in BF16 (`{result.results['kernel']}`) against FP32, least of {len(speeds)}: {name}"
+    )
+    yield row(result, result.name, metric, "at least 0.75x", speeds[name])
 
 
 def share_table() -> list[str]:
