@@ -86,6 +86,16 @@ def test_an_eager_layer_moves_what_plans_say(experts):
     assert counted.moved / kept == pytest.approx(element_passes(fused=False), rel=0.15)
 
 
+@pytest.mark.slow
+def test_what_is_compiled_counts_as_it_does_eagerly_and_the_counter_itself_is_not_compiled(recwarn):
+    def layer(x):
+        return (x.sin() + 1).exp()
+
+    compiled, x = torch.compile(layer, backend="eager"), torch.ones(512, 64)
+    assert moved(lambda: compiled(x)) == moved(lambda: layer(x))
+    assert not [warning for warning in recwarn if "byte_counter" in str(warning.message)]
+
+
 def test_checkpointing_moves_the_forward_pass_again():
     weight = torch.ones(64, requires_grad=True)
 

@@ -158,12 +158,11 @@ class MatmulCounter(TorchDispatchMode):
         """FLOPs of all kinds together, attention's among them."""
         return flops_of(self.gemms) + self.attention
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: torch's wrapper around what follows takes as long as the counting, and nothing is compiled here."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and count it."""
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
@@ -245,7 +244,8 @@ class LiveBytes(MatmulCounter):
         assert parameter.grad is not None
         self.landed += parameter.grad.nbytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and count it."""
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
@@ -314,6 +314,19 @@ class LiveBytes(MatmulCounter):
         else:
             self.live -= times * size
             self._pass.freed_once += times * size
+
+
+class EagerLiveBytes(LiveBytes):
+    """`LiveBytes` where nothing is compiled. torch keeps its compiler out of modes by a wrapper around each call, which
+    takes as long as the counting."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: there is nothing to keep out."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs)
 
 
 @dataclass

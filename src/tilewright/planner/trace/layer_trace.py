@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tilewright.models.base.checkpointing import POLICIES
-from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, flops_of, tensors_in
+from tilewright.planner.trace.byte_counter import EagerLiveBytes, GemmKind, flops_of, tensors_in
 from tilewright.planner.trace.routed_rows import ExpertCalls, RoutedRows
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
@@ -225,7 +225,7 @@ class _Form:
         return made[self]
 
 
-class _Selected(LiveBytes):
+class _Selected(EagerLiveBytes):
     """Counts a forward pass that keeps results of matmuls and of attention, and which of them are whose: what selective
     checkpointing keeps. Nothing runs backward from it."""
 
@@ -250,8 +250,9 @@ class _Selected(LiveBytes):
         """FLOPs after the last tensor that backward wants, where `checkpoint` stops to recompute."""
         return self.flops - self._at_last_saved
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, count it and hold what is kept of it."""
+        out = super().run(func, args, kwargs)
         for mode, kept in self._kept.items():
             if POLICIES[mode](None, func) is CheckpointPolicy.MUST_SAVE:
                 for tensor in tensors_in((out,)):
@@ -294,7 +295,7 @@ def _run(
     *,
     traffic: bool = False,
     work: bool = True,
-    live: LiveBytes | None = None,
+    live: EagerLiveBytes | None = None,
 ) -> _Pass:
     """Run a layer, or a part of one, forward once, and backward from it for each thing that is asked for.
 
@@ -304,7 +305,7 @@ def _run(
     first = _first((args, kwargs))
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
-    live, moved = live or LiveBytes(), None
+    live, moved = live or EagerLiveBytes(), None
     with live.watching(run) if isinstance(run, nn.Module) else nullcontext(), live:
         out = _first(run(*args, **kwargs))
         kept, gemms, attention = live.live, dict(live.gemms), live.attention

@@ -24,7 +24,7 @@ from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.probe import REFUSALS, Documents
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.trace.alike_experts import AlikeExperts
-from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, TooLong, is_view
+from tilewright.planner.trace.byte_counter import EagerLiveBytes, GemmKind, TooLong, is_view
 from tilewright.planner.trace.fake_model import KERNELS, OF_A_GPU, document_styles, quiet, text_inputs, to_fake
 from tilewright.planner.trace.fake_operations import TraceMode, fuse_attention
 from tilewright.planner.trace.layer_trace import Measures, TracedLayers, trace_layers
@@ -232,7 +232,7 @@ class Tracer:
 
     def _count(self, run: Callable[[], Tensor], measures: Measures, *, plain_head: bool) -> Trace:
         """Count a forward pass, the backward pass from what it returns, and each of the layers."""
-        model, live = self.model, LiveBytes(LIMIT)
+        model, live = self.model, EagerLiveBytes(LIMIT)
         with live.watching(model), live:
             out = run()
             kept, peak, gemms, attention = live.live, live.peak, dict(live.gemms), live.attention
