@@ -24,10 +24,11 @@ from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.probe import REFUSALS, Documents
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.trace.alike_experts import AlikeExperts
-from tilewright.planner.trace.byte_counter import EagerLiveBytes, GemmKind, TooLong, is_view
+from tilewright.planner.trace.byte_counter import EagerLiveBytes, GemmKind, TooLong
 from tilewright.planner.trace.fake_model import KERNELS, OF_A_GPU, document_styles, quiet, text_inputs, to_fake
 from tilewright.planner.trace.fake_operations import TraceMode, fuse_attention
 from tilewright.planner.trace.layer_trace import Measures, TracedLayers, trace_layers
+from tilewright.planner.trace.operation_kinds import is_view
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.third_party import tile_weights
 from tilewright.precision.policy.policy import Policy
