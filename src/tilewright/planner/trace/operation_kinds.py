@@ -1,4 +1,4 @@
-"""What an operation costs by its kind: FLOPs of matmuls and fused attention, and whether it walks over its tensors.
+"""Costs of operations by their kind: FLOPs of matmuls and fused attention, and which of them walk over their tensors.
 
 torch's own counter knows neither the fused attentions of CPUs nor operations of tilewright's own.
 """
