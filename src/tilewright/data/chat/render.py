@@ -4,6 +4,7 @@ reason for each that cannot be used.
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +13,15 @@ from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import Row
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
-from tilewright.data.chat.turns import Rendered, Talk, render_talks
+from tilewright.data.chat.turns import ChatSample, Rendered, Talk, render_talks
 from tilewright.data.common.encoder import Spared
 from tilewright.data.common.reading import TokenizerError
 
 ROWS, ROWS_BYTES = 64, 1 << 18
 """Rows that are rendered together, and bytes of their JSON: more of them take no less time."""
+NUM_EXAMPLES = 200
+"""Of so many samples, the first ones, one is shown."""
+_EXAMPLE_CHARS = 4000
 _MAX_HEAVY = 3
 """Rows whose rendering takes more time or memory than it gets and that are set aside."""
 
@@ -83,3 +87,13 @@ class RowRenderer:
         if self._pairs and np.array_equal(samples[0].ids_T, samples[1].ids_T):
             return ChatError("chosen and rejected are equal as the template renders them")
         return Rendered(samples, list(dict.fromkeys(left)))
+
+
+def example_of(samples: Sequence[ChatSample]) -> dict[str, Any]:
+    """The text of the sample of middle length, and the ranges of it that are trained; {} where there is none."""
+    if not samples:
+        return {}
+    order = np.argsort([len(sample.ids_T) for sample in samples], kind="stable")
+    chosen = samples[int(order[len(samples) // 2])]
+    spans = [[a, min(b, _EXAMPLE_CHARS)] for a, b in chosen.spans if a < _EXAMPLE_CHARS]
+    return {"text": chosen.text[:_EXAMPLE_CHARS], "spans": spans}

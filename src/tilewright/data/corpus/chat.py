@@ -21,7 +21,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.batches.rows import SPLITS
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, Row
-from tilewright.data.chat.render import ROWS, ROWS_BYTES, RowRenderer
+from tilewright.data.chat.render import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
 from tilewright.data.chat.rows import TABLES, RowReader, is_pair, read_row
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.turns import ChatSample
@@ -40,9 +40,6 @@ from tilewright.data.sources.wanted import Wanted
 from tilewright.data.stages.copies.minhash import near_copy_clusters
 from tilewright.data.stages.split.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout
-
-_EXAMPLE_CHARS = 4000
-_NUM_EXAMPLES = 200  # the one of middle length among the first so many is shown
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ def _encode(
                 continue
             found = rendered.samples
             encoded.left_out.update(rendered.left_out)
-            if len(encoded.samples) >= _NUM_EXAMPLES:
+            if len(encoded.samples) >= NUM_EXAMPLES:
                 found = [replace(sample, text="", spans=()) for sample in found]
             encoded.samples += found
             encoded.documents += [i] * len(found)
@@ -344,16 +341,11 @@ def _summary(
 
 def _facts(rows: RowReader, encoded: _Encoded, chat: ChatTemplate, pairs: bool) -> dict[str, Any]:
     """The summary of chat data before training begins: shapes by file, the template, a rendered example."""
-    lengths = np.array([len(sample.ids_T) for sample in encoded.samples if sample.text])
-    example = encoded.samples[int(np.argsort(lengths, kind="stable")[len(lengths) // 2])]
     return {
         "shapes": {file: dict(shapes) for file, shapes in rows.shapes.items()},
         "template": chat.where,
         "not_read": dict((rows.not_read + encoded.left_out).most_common()),
         "rendered_again": 0 if pairs else len(encoded.documents) - len(set(encoded.documents)),
         "saved_tokens": sum(sample.saved for sample in encoded.samples),
-        "example": {
-            "text": example.text[:_EXAMPLE_CHARS],
-            "spans": [[a, min(b, _EXAMPLE_CHARS)] for a, b in example.spans if a < _EXAMPLE_CHARS],
-        },
+        "example": example_of([sample for sample in encoded.samples if sample.text]),
     }

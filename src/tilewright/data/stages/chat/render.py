@@ -22,7 +22,7 @@ import tokenizers
 from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
 from tilewright.data.chat.load import named_tokens, template_source
-from tilewright.data.chat.render import ROWS, ROWS_BYTES, RowRenderer
+from tilewright.data.chat.render import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
 from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.turns import ChatSample, Rendered
@@ -45,8 +45,6 @@ RENDERINGS = pa.schema([*RUNS, *(pa.field(name, pa.int64()) for name in ("traine
 """A rendering of a conversation: `trained` tokens of it, the `first` of them, and the number of the conversation, which
 several renderings may share. `bytes` are those of what is said, in the first rendering of a conversation."""
 EXAMPLE = "example.json"
-_EXAMPLE_CHARS = 4000
-_NUM_EXAMPLES = 200  # the one of middle length among the first so many is shown
 
 
 @dataclass(frozen=True)
@@ -154,12 +152,12 @@ def render_shard(
                     continue
                 parts[text.part].add(text, rendered, cluster_of.get(text.doc, text.doc))
                 left_out.update(rendered.left_out)
-                if len(examples) < _NUM_EXAMPLES:
+                if len(examples) < NUM_EXAMPLES:
                     examples += rendered.samples
         counts: dict[str, Any] = {"rejects": rejects.num_rows, "left_out": dict(left_out)}
         for into in parts.values():
             counts |= {into.name: into.rows.num_rows, f"{into.name}_tokens": into.counts["tokens"]}
-    (folder / EXAMPLE).write_text(json.dumps(_example(examples), ensure_ascii=False), encoding="utf-8")
+    (folder / EXAMPLE).write_text(json.dumps(example_of(examples), ensure_ascii=False), encoding="utf-8")
     total = sum((into.counts for into in parts.values()), Counter())
     return counts | {"answers": {name: total[name] for name in ("rendered_again", "saved_tokens")}}
 
@@ -192,16 +190,6 @@ class _Part:
             mask = {"trained": int(sample.trained_T.sum()), "first": int(np.argmax(sample.trained_T))}
             self.rows.append(text.record | {"text": sample.text} | place | length | mask)
         self.counts["rendered_again"] += len(rendered.samples) - 1
-
-
-def _example(samples: list[ChatSample]) -> dict[str, Any]:
-    """The sample of middle length, with the ranges of it that are trained; {} where there is none."""
-    if not samples:
-        return {}
-    order = np.argsort([len(sample.ids_T) for sample in samples], kind="stable")
-    chosen = samples[int(order[len(samples) // 2])]
-    spans = [[a, min(b, _EXAMPLE_CHARS)] for a, b in chosen.spans if a < _EXAMPLE_CHARS]
-    return {"text": chosen.text[:_EXAMPLE_CHARS], "spans": spans}
 
 
 class ChatFacts(StageInput):
