@@ -42,6 +42,21 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.parametrize("value", ["1e-300", "1e6", "1e308"])
+@pytest.mark.parametrize(
+    "option", ["--attention", "--dgrad", "--wgrad", "--forward", "--data", "--reduce", "--optimizer", "--fail-every"]
+)
+def test_numbers_at_the_ends_of_doubles_are_taken_or_refused(option, value, capsys):
+    """All that is shown of a step is a number then, or the option is named."""
+    code = run([*SMALL, option, value, "--json"])
+    said = capsys.readouterr()
+    assert code == 0 or (code == 2 and option in said.err)
+    if not code:
+        found = json.loads(said.out)["rungs"][0]
+        assert 0 < found["seconds"] < float("inf")
+        assert -1e-9 <= found["idle"]["min"] <= found["idle"]["max"] <= 1
+
+
 def test_one_step_is_told_in_words(capsys):
     assert run([*SMALL, "--schedule", "zbv", "--slow", "3=0.8", "--message", "1MiB", "--link", "inter=1GB/s,5us"]) == 0
     out = capsys.readouterr().out

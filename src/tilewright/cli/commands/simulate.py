@@ -46,7 +46,7 @@ _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
     "--attention",
     default=6000.0,
     show_default=True,
-    type=FiniteRange(0, min_open=True),
+    type=FiniteRange(1e-6),
     help="Tokens of a document that spends as long in attention as in all else.",
 )
 @click.option(
@@ -85,11 +85,11 @@ _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
     "--dgrad",
     default=1.0,
     show_default=True,
-    type=FiniteRange(0, min_open=True),
+    type=FiniteRange(0, 1e6, min_open=True),
     help="Gradient of the input, in forward passes.",
 )
 @click.option(
-    "--wgrad", default=1.0, show_default=True, type=FiniteRange(0), help="Gradients of weights, in forward passes."
+    "--wgrad", default=1.0, show_default=True, type=FiniteRange(0, 1e6), help="Gradients of weights, in forward passes."
 )
 @click.option("--data", default="0", metavar="TIME", help="Reading of a micro-batch, while others are computed.")
 @click.option("--reduce", default="0", metavar="TIME", help="Sum of gradients over rows, after the last pass.")

@@ -21,6 +21,10 @@ _SECONDS = re.compile(r"([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(us|ms|s|m|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "h": 3600.0}
 
 
+_LONGEST = 1e9
+"""Seconds: 30 years. Sums of as many as doubles hold are none any more."""
+
+
 def seconds_of(text: str, option: str) -> float:
     """Seconds from `100ms`, `5us`, `0.1s`, `15m`, `2.7h` or a plain number.
 
@@ -32,15 +36,16 @@ def seconds_of(text: str, option: str) -> float:
         (0.25, 2.0)
     """
     match = _SECONDS.fullmatch(text.strip().lower())
-    if match is None or not math.isfinite(float(match[1])):
+    seconds = math.nan if match is None else float(match[1]) * _UNITS[match[2]]
+    if not seconds <= _LONGEST:
         raise ConfigError(
             f"{option} is not a duration",
             got=text,
-            need="a number and us, ms, s, m or h",
+            need=f"a number and us, ms, s, m or h, at most {_LONGEST:g} seconds",
             try_=f"{option} 100ms",
             where=option,
         )
-    return float(match[1]) * _UNITS[match[2]]
+    return seconds
 
 
 def failures_of(every: str, checkpoint: str, stall: str, recover: str) -> Failures | None:
