@@ -36,7 +36,7 @@ def build_rows(
     *,
     progress: ProgressBar,
 ) -> None:
-    """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning.
+    """Pack both splits of an encoded `corpus` into rows of one length, domain by domain, and write the tables.
 
     Args:
         folder: gets the files.
@@ -100,7 +100,7 @@ def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
 
 
 def groups_of_domains(domain_of: np.ndarray, fits: np.ndarray | bool = True) -> list[Group]:
-    """The documents of each domain that fit (bool [documents]); of one without any an empty group."""
+    """The documents of each domain that fit into rows (bool [documents]); of one without any an empty group."""
     names = sorted(set(domain_of.tolist()))
     return [(domain, np.flatnonzero((domain_of == domain) & fits)) for domain in names]
 
@@ -121,7 +121,7 @@ def pack_groups(
     groups: list[Group],
     seq_len: int,
 ) -> tuple[Packing, RowRanges, dict[str, list[int]]]:
-    """One packing of all groups, each in rows of its own; the row range of each domain, and the rows of its groups.
+    """One packing of all domains, each in rows of its own; the row range of each domain, and the rows of its groups.
 
     Args:
         place: packs the documents of a group: `pack`, or `alone`.
@@ -149,7 +149,7 @@ def pack_groups(
 
 
 def save_packing(folder: Path, split: str, packing: Packing, digest: xxhash.xxh3_128) -> None:
-    """Write the tables of a split's rows into `folder`; `digest` is updated with them."""
+    """Write the tables of a split's packed rows into `folder`; `digest` is updated with them."""
     for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
         digest.update(array.tobytes())
         np.save(folder / f"{split}.{name}.npy", array)
@@ -162,7 +162,7 @@ def write_meta(
     summary: dict[str, Any],
     **told: object,
 ) -> None:
-    """Write what the rows in `folder` mean.
+    """Write what the packed rows in `folder` mean: the meta file of the cache entry.
 
     Args:
         folder: has their tables.

@@ -23,7 +23,7 @@ def mask_tokens(
     special_ids: tuple[int, ...],
     vocab_size: int,
 ) -> dict[str, np.ndarray]:
-    """The batch with masked inputs, and labels only where something is to be predicted.
+    """The batch with masked inputs for masked language modelling, and labels only where something is to be predicted.
 
     Special tokens and padding are never targets. A row that has a plain token has at least one target.
 

@@ -27,7 +27,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def count_targets(microbatches: Sequence[Batch]) -> int:
-    """Labels that are not -100, or pairs of answers, over all micro-batches.
+    """Number of targets (labels that are not -100, or pairs of answers) over all micro-batches of a step.
 
     Example:
         >>> count_targets([{"labels": torch.tensor([[5, -100]])}, {"labels": torch.tensor([[7, 8]])}])
@@ -100,7 +100,7 @@ def sums_by_document(each_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def count_tokens(microbatches: Sequence[Batch]) -> int:
-    """Tokens that are not padding; of image batches the rows."""
+    """Tokens of a step's micro-batches that are not padding; of image batches the rows."""
     return sum(_tokens_in(batch) for batch in microbatches)
 
 
@@ -111,7 +111,7 @@ def _tokens_in(batch: Batch) -> int:
 
 
 def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], device: torch.device) -> tuple[int, int]:
-    """Targets and tokens of all ranks of a group."""
+    """Sums of targets and tokens of a step over all ranks of a group."""
     counts = count_targets(microbatches), count_tokens(microbatches)
     if group is None:
         return counts  # known on the host: nothing waits for a device
@@ -162,7 +162,7 @@ def add_each_weighed(sums: dict[str, Tensor], values: Sequence[Mapping[str, Tens
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which losses are added up."""
+    """The dtype in which the losses of micro-batches are added up."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
@@ -172,7 +172,7 @@ def mean_over(
     weight: float,
     device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """Weighed means of numbers over the group; nothing where all weights are zero.
+    """Means over the group of ranks, weighed by targets; nothing where all weights are zero.
 
     Args:
         group: None gives the means of this process.

@@ -40,7 +40,7 @@ class Picks:
 
 
 def check_weights(weights: Mapping[str, float], domains: Sequence[str]) -> dict[str, float]:
-    """Weights of all `domains`, those not named 0.
+    """Check mixture weights: the weights of all `domains`, those not named 0.
 
     Raises:
         ConfigError: an unknown domain, a negative or infinite weight, or nothing above zero.
@@ -59,7 +59,7 @@ def check_weights(weights: Mapping[str, float], domains: Sequence[str]) -> dict[
 
 
 def without(weights: Mapping[str, float], away: Collection[str], num_rows: Mapping[str, int]) -> dict[str, float]:
-    """The weights with nothing for some domains; where nothing is left, the others in proportion to their rows.
+    """Mixture weights with nothing for some domains; where nothing is left, the others in proportion to their rows.
 
     Example:
         >>> rows = {"a": 5, "b": 5}
@@ -135,7 +135,7 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 class RowOrder(Protocol):
-    """Which row of a domain comes when."""
+    """The order in which rows of a domain come in a mixture."""
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
         """The row of each domain (its place in the mixture) that comes as number `index` of an epoch: of all indices
@@ -171,7 +171,7 @@ class MixtureStage:
 
 
 class Mixture:
-    """Samples over domains of `num_rows` rows each.
+    """Which row of which domain is sample i: a mixture over domains of `num_rows` rows each.
 
     Args:
         seed: order of the rows.
@@ -213,7 +213,7 @@ class Mixture:
         self._shares.append(shares_of(stage.weights))
 
     def add_stage(self, start: int, weights: Mapping[str, float]) -> MixtureStage:
-        """Mix with `weights` from sample `start` on, a multiple of `BLOCK` not before the last stage.
+        """Mix domains with `weights` from sample `start` on, a multiple of `BLOCK` not before the last stage.
 
         A stage that would begin where the last one does replaces it.
         """
@@ -225,7 +225,7 @@ class Mixture:
         return self.stages[-1]
 
     def skip(self, first: int, stop: int) -> None:
-        """Leave out the samples from `first` to before `stop`: no sample takes their place."""
+        """Leave out the samples of the mixture from `first` to before `stop`: no sample takes their place."""
         merged: list[tuple[int, int]] = []
         for a, b in sorted([*self.skips, (first, stop)]):
             if merged and a <= merged[-1][1]:
@@ -255,7 +255,7 @@ class Mixture:
         return start + number
 
     def weights(self) -> dict[str, float]:
-        """Weights of the last stage, by domain."""
+        """Mixture weights of the last stage, by domain."""
         return dict(zip(self.domains, self.stages[-1].weights, strict=True))
 
     def counts(self, sample: int) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ class Mixture:
         return tuple((np.array(stage.before, np.int64) + inside).tolist())
 
     def since(self, sample: int) -> list[MixtureStage]:
-        """The stages of this sample and of those after it."""
+        """The mixture stages of this sample and of those after it."""
         return self.stages[self._stage_of(sample) :]
 
     def knows(self, sample: int) -> bool:
@@ -281,7 +281,7 @@ class Mixture:
         return at
 
     def picks(self, samples: np.ndarray) -> Picks:
-        """Domain, epoch and row of each sample; `samples` int64, any order."""
+        """Domain, epoch and row of each sample of the mixture; `samples` int64, any order."""
         blocks = samples // BLOCK
         parts = [(np.flatnonzero(blocks == b), self._picks_of_block(int(b))) for b in np.unique(blocks)]
         columns = []

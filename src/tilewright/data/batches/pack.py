@@ -15,7 +15,7 @@ from tilewright.data.common.hashing import ragged_arange
 
 @dataclass(frozen=True)
 class Packing:
-    """Pieces of all rows, row after row. P pieces, R rows.
+    """Packed rows of a fixed length: the pieces of documents in them, row after row. P pieces, R rows.
 
     `starts_P` int64: first stream position; `lengths_P` int32; `first_R` int64 [R + 1]: first piece of each row.
     """
@@ -29,12 +29,12 @@ class Packing:
         return len(self.first_R) - 1
 
     def utilisation(self, row_length: int) -> float:
-        """Share of the rows' positions that hold a token."""
+        """Share of the positions of packed rows that hold a token."""
         return float(self.lengths_P.sum()) / max(1, self.num_rows * row_length)
 
 
 def pack(starts: np.ndarray, lengths: np.ndarray, row_length: int) -> Packing:
-    """Pack documents into rows.
+    """Pack documents into rows of a fixed length by best-fit decreasing; long documents are split.
 
     Args:
         starts: int64 [documents], stream position of each document.

@@ -15,7 +15,7 @@ from tilewright.parallel.world import World
 
 
 class SumsOfRanks:
-    """Sums by domain since they were last taken.
+    """Sums of losses by domain over all ranks of a run, since they were last taken.
 
     Args:
         stream: whose rows they are of.
@@ -48,7 +48,7 @@ class SumsOfRanks:
         return {"train_domains": found} if found else {}
 
     def add(self, result: Any) -> None:
-        """Add the rows of a step of this rank."""
+        """Add the losses by domain of this rank's rows of a step."""
         if result.rows is None:
             self.told &= result.skipped is not None or not result.num_targets
             return
@@ -56,13 +56,13 @@ class SumsOfRanks:
         self._mine.add(self.stream.row_domains, losses, targets)
 
     def take(self) -> DomainSums:
-        """The sums of all ranks, which begin again; called on all."""
+        """Take the sums of losses by domain over all ranks, which begin again; called on all ranks."""
         self.gather()
         taken, self._all = self._all, DomainSums(self.stream.domains)
         return taken
 
     def gather(self) -> None:
-        """Bring the sums of all ranks together; called on all."""
+        """Gather the sums of losses by domain from all ranks; called on all ranks."""
         group = self.world.data.handle
         mine = torch.from_numpy(self._mine.counts)
         if group is not None:
@@ -77,10 +77,10 @@ class SumsOfRanks:
             self.gather()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums that are open."""
+        """The state for a checkpoint: sums of losses by domain that no row of metrics has yet."""
         return {"all": self._all.state_dict(), "mine": self._mine.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Restore the sums of losses by domain from `state_dict()`."""
         self._all.load_state_dict(state["all"])
         self._mine.load_state_dict(state["mine"])

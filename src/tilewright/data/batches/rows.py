@@ -23,7 +23,7 @@ STARTS = "document_starts"
 
 @dataclass(frozen=True)
 class TextRows:
-    """The rows of one split (training or held out) of all domains.
+    """Rows of text of one split (training or held out) of all domains, in memory-mapped files.
 
     Args:
         tokens: uint16 or uint32 [stream], all documents.
@@ -40,7 +40,7 @@ class TextRows:
     trained: np.ndarray | None = None
 
     def gather(self, rows_B: np.ndarray) -> dict[str, np.ndarray]:
-        """input_ids, labels, positions int64 [B, S] and segments int32 [B, S] of the rows.
+        """A batch of rows: input_ids, labels, positions int64 [B, S] and segments int32 [B, S].
 
         Padding has input 0, label `IGNORE`, position 0, segment -1. Positions restart at 0 in every piece.
         """
@@ -96,13 +96,13 @@ class TextRows:
         return int(sizes[at + self.shifted].sum(dtype=np.int64))
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
-        """(first stream position, length) of the pieces of one row."""
+        """(first stream position, length) of the pieces of documents in one row."""
         span = slice(self.packing.first_R[row], self.packing.first_R[row + 1])
         return list(zip(self.packing.starts_P[span].tolist(), self.packing.lengths_P[span].tolist(), strict=True))
 
 
 def laid_out(name: str, values: np.ndarray, used_B: np.ndarray, length: int) -> np.ndarray:
-    """Values of rows behind each other as [B, S], each row filled up.
+    """Values of rows of text, given behind each other, as a padded batch [B, S].
 
     Args:
         name: of the batch array, which decides dtype and filling.

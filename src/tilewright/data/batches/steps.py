@@ -106,7 +106,7 @@ class StepDocuments:
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """A rank's part of a step."""
+    """A rank's part of a training step: its micro-batches, and their domains and documents."""
 
     batches: list[Batch]
     end: int
@@ -122,7 +122,7 @@ class BuiltStep:
 
 
 class StepCut(Protocol):
-    """The cut of a stream into steps."""
+    """The cut of a stream of samples into training steps and a rank's micro-batches."""
 
     size: int
     """Of a step over all ranks, in rows or tokens."""
@@ -132,7 +132,7 @@ class StepCut(Protocol):
         ...
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
-        """The step whose first sample is `start`."""
+        """Build a rank's part of the training step whose first sample is `start`."""
         ...
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
@@ -152,7 +152,7 @@ class _Ahead:
 
 
 class RowSteps:
-    """A step is `batch_size` rows; rank r gets every `world`-th of them, from the r-th one on.
+    """Cuts a stream into steps of `batch_size` rows; rank r gets every `world`-th of them, from the r-th one on.
 
     Where rows are `GatheredRows`, those of the next steps are made with them, up to the end of a block of samples.
 
@@ -186,7 +186,7 @@ class RowSteps:
         return weights
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
-        """A rank with fewer rows than the others is filled up with a row that has no targets."""
+        """Build this rank's rows of a step; one with fewer rows than others is filled up with a row without targets."""
         ahead = self._ahead
         known = ahead is not None and ahead.mixture is mixture and ahead.skips is mixture.skips
         if ahead is None or not known or start not in ahead.steps:
@@ -216,7 +216,7 @@ class RowSteps:
         return steps
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
-        """Steps of one size have one number of samples."""
+        """The first sample behind some steps of rows: steps of one size have one number of samples."""
         return mixture.behind(start, steps * size)
 
 
@@ -260,7 +260,7 @@ class DocumentSteps:
         return BuiltStep(batches, end, domains, StepDocuments(lengths_N, assignment, self.room.tokens))
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
-        """Documents are counted, many steps of them at a time."""
+        """The first sample behind some steps of documents, which are counted, many steps at a time."""
         number = _WALK + 2 * int(size / self._mean)
         while steps:
             ends_N = np.cumsum(self._prepared.lengths(_picks(mixture, start, number)))
@@ -292,7 +292,7 @@ def _filled(values: np.ndarray, blank: np.ndarray, number: int) -> np.ndarray:
 
 
 def padded_length(tokens: int, most: int) -> int:
-    """T of a micro-batch with so many tokens: the next of `NUM_LENGTHS` lengths or fewer.
+    """T of a micro-batch [1, T] of documents with so many tokens: the next of `NUM_LENGTHS` lengths or fewer.
 
     Args:
         tokens: of documents.

@@ -26,7 +26,7 @@ CHATML_NAME = "chatml"
 
 
 def template_source(chosen: str, folder: str, setting: str = SETTING) -> tuple[str, str]:
-    """The text of a template, and where it is from.
+    """The text of a chat template, and where it is from.
 
     Args:
         chosen: `data.chat_template`: "" for the model's own, "chatml" for the built-in one, the path of a .jinja file
@@ -64,7 +64,7 @@ def template_source(chosen: str, folder: str, setting: str = SETTING) -> tuple[s
 
 
 def chosen_template(chosen: str, folder: str) -> str | None:
-    """The text of the template that is chosen, or is the default of a model's folder; None where there is neither.
+    """The text of the chat template that is chosen, or the default of a model's folder; None where there is neither.
 
     Args:
         chosen: as in `template_source`.
@@ -97,7 +97,7 @@ def _given(chosen: str, own: dict[str, str], setting: str) -> tuple[str, str]:
 
 
 def folder_templates(folder: Path) -> dict[str, str]:
-    """Templates of a model's folder by name; the one that is used where none is named is "default".
+    """Chat templates of a model's folder by name; the one that is used where none is named is "default".
 
     Read from chat_template.jinja and additional_chat_templates/*.jinja, else from chat_template.json, else from
     tokenizer_config.json.
@@ -127,7 +127,7 @@ def _in_json(file: Path) -> dict[str, str]:
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that a template may call `bos_token`, `eos_token` and so on, from the files of a tokenizer."""
+    """The tokens that a chat template may call `bos_token`, `eos_token` and so on, from the files of a tokenizer."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if not (folder / name).is_file():

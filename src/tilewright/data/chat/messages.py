@@ -39,7 +39,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def read_messages(items: Sequence[Any]) -> list[Row]:
-    """A list of messages in the one form; results of tools in the order of the calls that they answer.
+    """Read a conversation's messages to the one form; results of tools in the order of the calls that they answer.
 
     Raises:
         ChatError: a message that cannot be used; `reason` names the field.
@@ -109,7 +109,7 @@ def is_trained(message: Mapping[str, Any]) -> bool:
 
 
 def parsed(value: Any) -> Any:
-    """A list or object that is written as JSON text; anything else as it is."""
+    """The list or object that a message has as JSON text; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

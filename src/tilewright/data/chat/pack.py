@@ -38,7 +38,7 @@ def pack_chat(
     *,
     progress: ProgressBar,
 ) -> None:
-    """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning.
+    """Pack conversations of both splits of `corpus` into rows without cutting one, and write the tables.
 
     Args:
         folder: gets the files.

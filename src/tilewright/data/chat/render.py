@@ -27,7 +27,7 @@ _MAX_HEAVY = 3
 
 
 class RowRenderer:
-    """Renders rows, and knows how many of them failed.
+    """Renders rows of conversations or preferences by the chat template, and knows how many of them failed.
 
     Args:
         chat: the template.
@@ -48,7 +48,7 @@ class RowRenderer:
         self._heavy, self._spared = 0, Spared()
 
     def render(self, rows: Sequence[Row]) -> Iterator[Rendered | DataError]:
-        """The rendering of each row, of preferences with two samples, or why it cannot be used.
+        """The samples of each conversation, of preferences with two, or the reason why it cannot be used.
 
         Args:
             rows: as `rows.read_row` finds them.

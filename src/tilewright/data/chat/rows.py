@@ -39,7 +39,7 @@ _WHOLE = ("1", "1.0", "True", "true")
 
 @dataclass(frozen=True)
 class ReadRow:
-    """The shape of a row.
+    """The recognised shape of a row of chat data.
 
     Args:
         shape: its shape.
@@ -53,7 +53,7 @@ class ReadRow:
 
 
 def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
-    """The shape of a row, and what it says: {"messages"}, or {"prompt", "chosen", "rejected"} where `pairs` are wanted.
+    """Shape and content of a row of chat: {"messages"}, or {"prompt", "chosen", "rejected"} where `pairs` are wanted.
 
     Both may have "tools" and "variables", the fields of `tools.TemplateArguments`.
 
@@ -71,7 +71,7 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
 
 
 def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
-    """Read a row as `read_row` does, and name the fields that are not read.
+    """Read a row of chat data as `read_row` does, and name the fields that are not read.
 
     Raises:
         ChatError: as there.
@@ -104,12 +104,12 @@ def read_whole(row: Mapping[str, Any], pairs: bool) -> ReadRow:
 
 
 def is_pair(row: Mapping[str, Any]) -> bool:
-    """True if a row is one of preferences."""
+    """True if a row of chat data is one of preferences."""
     return any(name in row for name in ("chosen", "rejected", "preferred_output", "non_preferred_output"))
 
 
 class RowReader:
-    """Reads rows out of JSON, and counts the shapes of each file.
+    """Reads rows of chat data out of JSON, and counts the shapes of each file.
 
     Args:
         pairs: rows of preferences are wanted.
@@ -129,7 +129,7 @@ class RowReader:
         self._pairs = pairs
 
     def read(self, file: str, text: str, *, of_table: bool = False) -> Row:
-        """The conversation or pair of a row, see `read_row`.
+        """Read the conversation or preference pair of a row, see `read_row`.
 
         Args:
             file: that the row is in.
@@ -152,7 +152,7 @@ class RowReader:
 
 
 def said(row: Row) -> str:
-    """All that is said in a row, one text behind the other, but for messages of the system.
+    """All text that is said in a row of chat data, but for messages of the system.
 
     Example:
         >>> asked = [say("system", "Be kind."), say("user", "hi")]
@@ -164,7 +164,7 @@ def said(row: Row) -> str:
 
 
 def without_none(value: Any) -> Any:
-    """A row without the fields that are null, at any depth.
+    """A row of chat data without the fields that are null, at any depth.
 
     Example:
         >>> without_none({"a": None, "b": [{"c": None, "d": 1}, None]})

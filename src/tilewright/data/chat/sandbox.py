@@ -42,16 +42,16 @@ _KEPT = 32  # compiled templates in the process
 
 
 class TemplateError(Exception):
-    """A template that raises, or is none."""
+    """A chat template that raises, or is none."""
 
 
 class TemplateLimitError(Exception):
-    """A template that takes more time or memory than it gets."""
+    """A chat template that takes more time or memory than its process gets."""
 
 
 @dataclass(frozen=True)
 class TextsWanted:
-    """Texts of one conversation.
+    """Texts of one conversation that the process of chat templates is to render.
 
     Args:
         variables: what the template gets; what JSON can hold.
@@ -65,7 +65,7 @@ class TextsWanted:
 
 @dataclass(frozen=True)
 class RenderedTexts:
-    """Texts of `wanted`, or the error that each of them raises."""
+    """Texts of `wanted` that the process of chat templates rendered, or the error that each of them raises."""
 
     wanted: TextsWanted
     found: Sequence[str | TemplateError | TemplateLimitError]
@@ -91,7 +91,7 @@ class RenderedTexts:
 
 
 class LimitedTemplate:
-    """A template that is compiled and rendered in the process of templates.
+    """A chat template that is compiled and rendered in the sandboxed process of templates, under limits.
 
     Args:
         source: the jinja text.
@@ -114,7 +114,7 @@ class LimitedTemplate:
         self._call([])
 
     def render(self, variables: Mapping[str, Any], mark_generation: bool = False) -> str:
-        """The text, or with marks around `{% generation %}` blocks.
+        """Render messages by the chat template to text, or with marks around `{% generation %}` blocks.
 
         Args:
             variables: what the template gets; what JSON can hold.
@@ -135,7 +135,7 @@ class LimitedTemplate:
         return found
 
     def render_all(self, wanted: Sequence[TextsWanted]) -> list[RenderedTexts]:
-        """All texts of several conversations in one request to the process.
+        """Render all texts of several conversations in one request to the process of chat templates.
 
         Args:
             wanted: of each conversation.
@@ -179,7 +179,7 @@ def _raised(found: Mapping[str, str]) -> TemplateError | TemplateLimitError:
 
 @lru_cache(maxsize=1)
 def template_process(pid: int) -> LimitedProcess:
-    """The process of templates of the process `pid`, which must be the caller's (see `readers.worker`)."""
+    """The process of chat templates of the process `pid`, which must be the caller's (see `readers.worker`)."""
     assert pid == os.getpid()
     return LimitedProcess(__name__)
 
@@ -245,7 +245,7 @@ def _raise(message: str) -> None:
 
 
 def split_marks(text: str) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-    """A rendered text without marks, and the character ranges in it that the two pairs enclosed.
+    """A rendered conversation without marks, and the character ranges in it that the two pairs enclosed.
 
     Returns:
         The text, ranges of `{% generation %}` blocks, ranges of control tokens that are text.
@@ -274,7 +274,7 @@ def split_marks(text: str) -> tuple[str, list[tuple[int, int]], list[tuple[int, 
 
 
 def without_marks(value: Any) -> Any:
-    """A message without characters that would be taken for marks."""
+    """A message without characters that would be taken for marks of a chat template."""
     if isinstance(value, str):
         return _ANY_MARK.sub("", value)
     if isinstance(value, dict):

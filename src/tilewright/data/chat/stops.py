@@ -19,7 +19,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Stops:
-    """The tokens that end an answer.
+    """The set of stop tokens, which end an answer.
 
     Args:
         ids: tokens; the first is the one that the template teaches.
@@ -32,7 +32,7 @@ class Stops:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a template ends an answer.
+    """How a chat template ends an answer.
 
     Args:
         id: the token that ends it; None where that is a text, or nothing.
@@ -51,7 +51,7 @@ class Ending:
     text: str = ""
 
     def with_stops(self, ids: Iterable[int]) -> Stops:
-        """All that ends an answer, with what the tokenizer and its folder declare."""
+        """All tokens that end an answer, with what the tokenizer and its folder declare."""
         own = () if self.id is None else (self.id,)
         return Stops(tuple(dict.fromkeys((*own, *ids))), (self.text,) if self.text else ())
 

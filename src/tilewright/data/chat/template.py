@@ -45,7 +45,7 @@ _WORD = "tilewright"  # content of messages that are rendered to see what the te
 
 
 class ChatTemplate:
-    """A compiled template and the tokenizer that it belongs to.
+    """A model's chat template, compiled, and the tokenizer that it belongs to.
 
     Args:
         source: the jinja text.
@@ -101,7 +101,7 @@ class ChatTemplate:
         return cls(source, tokenizer.stopping_at(declared_stops(path)), named_tokens(path), where)
 
     def save(self, folder: Path | str) -> None:
-        """Write the template, and the names of tokens that it uses, where `load` and transformers find them.
+        """Write the chat template, and the names of tokens that it uses, where `load` and transformers find them.
 
         Args:
             folder: of a saved tokenizer.
@@ -116,7 +116,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, given: TemplateArguments = NO_ARGUMENTS
     ) -> str:
-        """The text of a conversation.
+        """Render a conversation to text by the chat template.
 
         Args:
             messages: dicts with role and content, and whatever else the template knows.
@@ -131,7 +131,7 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, given: TemplateArguments = NO_ARGUMENTS
     ) -> list[int]:
-        """The ids of a conversation; see the top of this file for names of control tokens in messages.
+        """Encode a conversation to token ids; see the top of this file for names of control tokens in messages.
 
         Raises:
             ChatError: the template refuses the conversation.
@@ -185,7 +185,7 @@ class ChatTemplate:
         *,
         answers: bool = False,
     ) -> str:
-        """The text with the marks of `sandbox.split_marks` in it.
+        """The text of a conversation with the marks of `sandbox.split_marks` in it.
 
         Args:
             messages: as in `render`.
@@ -217,7 +217,7 @@ class ChatTemplate:
     def encode_rendered(
         self, text: str, names: Sequence[tuple[int, int]] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a rendered text, and the character range of each.
+        """Token ids of a rendered conversation, and the character range of each.
 
         Args:
             text: with control tokens.
@@ -277,12 +277,12 @@ class ChatTemplate:
 
     @property
     def stops(self) -> Stops:
-        """The tokens that end an answer."""
+        """The tokens that end an answer under this chat template."""
         return self.ending.with_stops(self.tokenizer.stop_ids)
 
     @cached_property
     def stop_names(self) -> tuple[str, ...]:
-        """Names of the tokens that end an answer, the longest first."""
+        """Names of the tokens that end an answer under this chat template, the longest first."""
         added = self._backend.get_added_tokens_decoder()
         return tuple(sorted((added[i].content for i in self.stops.ids if i in added), key=len, reverse=True))
 
@@ -366,7 +366,7 @@ def _too_much(error: TemplateLimitError, where: str, setting: str) -> TemplateTo
 
 
 def stops_of(tokenizer: Tokenizer, chat: ChatTemplate | None) -> Stops:
-    """The tokens that end an answer of a model, or a text where it has no template."""
+    """The tokens that end an answer by a model's chat template, or a text where it has no template."""
     return Ending().with_stops(tokenizer.stop_ids) if chat is None else chat.stops
 
 

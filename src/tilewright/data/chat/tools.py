@@ -10,7 +10,7 @@ from tilewright.data.chat.errors import ChatError
 
 @dataclass(frozen=True)
 class TemplateArguments:
-    """The arguments of a template beside the messages.
+    """The arguments of a chat template beside the messages: tools and variables.
 
     Args:
         tools: descriptions of functions that the model may call, as OpenAI writes them.
@@ -52,7 +52,7 @@ def with_arguments(call: Any, *, text: bool) -> Any:
 
 
 def read_call(call: Any) -> dict[str, Any]:
-    """A call of a function as OpenAI writes it; `name` and `arguments` alone are one too.
+    """Read a tool call as OpenAI writes it; `name` and `arguments` alone are one too.
 
     Raises:
         ChatError: it is none, or its arguments are not an object.
@@ -75,7 +75,7 @@ def read_call(call: Any) -> dict[str, Any]:
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]]:
-    """Descriptions of functions as OpenAI writes them, from a list or its JSON text; the functions alone are some too.
+    """Read descriptions of tools as OpenAI writes them, from a list or its JSON text; the functions alone are some too.
 
     Raises:
         ChatError: they are none.

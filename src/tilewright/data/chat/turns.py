@@ -35,7 +35,7 @@ _BLANK = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class ChatSample:
-    """One rendering and what of it is trained. T tokens.
+    """A rendered conversation: its token ids, and which tokens are trained. T tokens.
 
     Args:
         text: the rendering.
@@ -54,7 +54,7 @@ class ChatSample:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The rendering of a conversation.
+    """The samples of a rendered conversation, and the names of what is left out.
 
     Args:
         samples: the renderings that together train each answer once; usually one.
@@ -68,7 +68,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation that is to be rendered.
+    """A conversation that is to be rendered: messages and the template's arguments.
 
     Args:
         messages: as `rows.check_messages` accepts them. Answers of `weight` 0 are not trained.
@@ -87,7 +87,7 @@ class Talk:
 
     @cached_property
     def weighed(self) -> list[int]:
-        """Numbers of the messages that are trained answers."""
+        """Numbers of the messages that are trained: answers of the assistant."""
         return [i for i, message in enumerate(self.messages) if i >= self.first and is_trained(message)]
 
     def asked(self, chat: ChatTemplate) -> list[TextsWanted]:
@@ -109,7 +109,7 @@ class Talk:
 
 
 def without_call(messages: Sequence[Message], number: int) -> list[Message]:
-    """The messages, of which one calls no tool."""
+    """The messages of a conversation, of which one calls no tool."""
     silent = {key: value for key, value in messages[number].items() if key != "tool_calls"}
     return [*messages[:number], silent, *messages[number + 1 :]]
 
@@ -117,7 +117,7 @@ def without_call(messages: Sequence[Message], number: int) -> list[Message]:
 def samples(
     chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> list[ChatSample]:
-    """The renderings that together train each answer of a conversation once; usually one.
+    """Renderings that together train each answer of a conversation once, with which tokens are trained; usually one.
 
     Args:
         chat: the template.
@@ -143,7 +143,7 @@ def samples(
 def render_answers(
     chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> Rendered:
-    """Samples as `samples` gives them, with the names of what is left out."""
+    """Samples of a conversation's trained answers as `samples` gives them, with the names of what is left out."""
     [rendered] = render_talks(chat, [Talk(messages, first, given)])
     if isinstance(rendered, DataError):
         raise rendered

@@ -59,7 +59,7 @@ def cached(root: Path, key: str, build: Callable[[Path], None], before: Callable
 
 
 def damage(entry: Path) -> str | None:
-    """The damage of an entry, or None."""
+    """The damage of a cache entry, or None."""
     try:
         files = json.loads((entry / _MANIFEST).read_bytes())
         for name, (size, digest) in files.items():

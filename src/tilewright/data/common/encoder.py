@@ -52,7 +52,7 @@ def choose_encoder(tokenizer: Tokenizer, num_bytes: int, sample: Sequence[str]) 
 
 
 def with_ranks(tokenizer: Tokenizer) -> Tokenizer | str:
-    """The tokenizer with tiktoken to encode batches, or why it cannot."""
+    """The tokenizer with tiktoken to encode batches of text, or the reason why it cannot."""
     if not isinstance(tokenizer.reader, Direct):
         return "the tokenizer reads in a process under limits"
     if not has_tiktoken():
@@ -73,7 +73,7 @@ def _of_chars(texts: Sequence[str], most: int) -> list[str]:
 
 @dataclass
 class Spared:
-    """Encodes texts of which a few may fail: each alone, where a batch does.
+    """Encodes texts by a tokenizer that may fail on a few of them: each alone, where a batch does.
 
     A tokenizer that fails on more than a tenth of its texts, and on more than three, is an error.
     """
@@ -84,7 +84,7 @@ class Spared:
     def encoded(
         self, encode: Callable[[Sequence[str]], list[_Found]], texts: Sequence[str]
     ) -> list[_Found | TokenizerError]:
-        """The result of `encode` for each text, or its error.
+        """The token ids that `encode` gives of each text, or its error.
 
         Raises:
             TokenizerError: too many fail.
@@ -106,7 +106,7 @@ class Spared:
         return found
 
     def fail(self, error: TokenizerError) -> None:
-        """Count a text that fails.
+        """Count a text that the tokenizer fails on.
 
         Raises:
             TokenizerError: too many do.
@@ -119,7 +119,7 @@ class Spared:
 def in_batches(
     items: Iterable[_Item], size_of: Callable[[_Item], int], most: int, most_bytes: int
 ) -> Iterator[list[_Item]]:
-    """Items that are encoded together, in their order.
+    """Texts in batches that are encoded together, in their order.
 
     Args:
         items: the items.

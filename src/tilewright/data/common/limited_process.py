@@ -30,7 +30,7 @@ _UNKNOWN = {"unknown": True}
 
 
 class KilledError(Exception):
-    """A request took more than it was given. `signal` ended the process; 0: it ended by itself."""
+    """A request to a limited process took more than it was given. `signal` ended the process; 0: it ended by itself."""
 
     def __init__(self, number: int):
         super().__init__(f"ended by signal {number}")
@@ -38,7 +38,7 @@ class KilledError(Exception):
 
 
 class LimitedProcess:
-    """The process, started when it is first asked and again after it ended.
+    """A process under limits for what is not trusted, started when it is first asked and again after it ended.
 
     Args:
         module: that is run; its main calls `serve`.
@@ -53,7 +53,7 @@ class LimitedProcess:
     def call(
         self, cpu_s: float, memory_bytes: int, key: str, given: Callable[[], dict[str, Any]], **request: Any
     ) -> dict[str, Any]:
-        """The one answer to a request. Threads take turns.
+        """The one answer of the limited process to a request. Threads take turns.
 
         Args:
             cpu_s: processor seconds that it may take.
@@ -87,7 +87,7 @@ class LimitedProcess:
         return found
 
     def ask(self, cpu_s: float, memory_bytes: int, **request: Any) -> Iterator[dict[str, Any]]:
-        """The answers of the process, item by item, with {"killed": signal} last where it was ended.
+        """The answers of the limited process, item by item, with {"killed": signal} last where it was ended.
 
         Args:
             cpu_s: processor seconds that it may take.
@@ -186,7 +186,7 @@ class Kept:
 
 
 def serve(answer: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
-    """Answer one request a line until the input ends. Called in the process."""
+    """Serve requests in the limited process: answer one a line until the input ends."""
     warnings.simplefilter("ignore")
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     for line in sys.stdin.buffer:

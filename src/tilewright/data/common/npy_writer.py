@@ -9,7 +9,7 @@ _HEADER_BYTES = 128
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where every id fits, else uint32."""
+    """The dtype of token ids in a .npy file: uint16 where every id fits, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 

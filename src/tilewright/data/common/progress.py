@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class ProgressBar:
-    """A context manager; `phase` starts a phase of `total` units, `advance` counts some of them.
+    """A progress bar: `phase` starts a phase of `total` units, `advance` counts some of them. A context manager.
 
     `seconds` maps each phase to its wall time.
     """
@@ -72,7 +72,7 @@ class ProgressBar:
 
 
 def timed(title: str, build: Callable[..., None], *args: object, **kwargs: object) -> dict[str, float]:
-    """`build` under a bar of its own, passed to it as `progress`; the seconds of its phases."""
+    """Run `build` under a progress bar, passed to it as `progress`; also the seconds of its phases."""
     with ProgressBar(title) as progress:
         build(*args, progress=progress, **kwargs)
     return progress.seconds

@@ -73,7 +73,7 @@ _KEEPS_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 
 @dataclass(frozen=True)
 class MergeRanks:
-    """The input of tiktoken.
+    """The input of tiktoken for a byte-level BPE: its pattern, merge ranks and ids.
 
     Args:
         pattern: of the pieces.
@@ -109,7 +109,7 @@ class RankedBpe:
 
     @cached_property
     def name(self) -> str:
-        """Name of the library, with its version."""
+        """Name of the library that encodes (tiktoken), with its version."""
         return f"tiktoken {tiktoken_version()}"
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
@@ -139,7 +139,7 @@ class RankedBpe:
 
 
 def ranks_of(backend: Tokenizer) -> MergeRanks | str:
-    """The ranks with which tiktoken gives the ids of a tokenizer, or why there are none.
+    """The merge ranks with which tiktoken gives the ids of a byte-level BPE, or why there are none.
 
     Args:
         backend: as it encodes.
@@ -267,7 +267,7 @@ def classes_agree(pattern: str) -> bool:
 
 
 def has_tiktoken() -> bool:
-    """True if the package is installed."""
+    """True if the package tiktoken is installed."""
     return find_spec("tiktoken") is not None
 
 

@@ -70,14 +70,14 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of a text, and the characters [first, last) that each stands for."""
+    """Token ids of a text, and the characters [first, last) that each stands for."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
 
 
 class Reader(Protocol):
-    """Encodes and decodes.
+    """Encodes text to token ids and back by a tokenizer that is not trusted.
 
     Raises:
         TokenizerError: the tokenizer fails.
@@ -88,7 +88,7 @@ class Reader(Protocol):
         ...
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids alone of many texts."""
+        """Token ids alone of many texts."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
@@ -96,7 +96,7 @@ class Reader(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids."""
+        """The text of token ids."""
         ...
 
 
@@ -170,7 +170,7 @@ def _failed(what: str, got: str) -> TokenizerError:
 
 @dataclass(frozen=True)
 class Direct:
-    """Reads in this process."""
+    """Reads texts by a tokenizer in this process."""
 
     backend: tokenizers.Tokenizer
     ranked: RankedBpe | None = None
@@ -207,7 +207,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class Limited:
-    """Reads in the process of tokenizers, under its limits."""
+    """Reads texts in the process of tokenizers, under its limits."""
 
     backend: tokenizers.Tokenizer
 

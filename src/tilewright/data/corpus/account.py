@@ -31,7 +31,7 @@ TYPES = "file type is not read"
 
 @dataclass
 class PartRecord:
-    """A part and what became of it. `reason` is the first one for which something in it was refused."""
+    """A part of the source and what became of it. `reason` is the first one for which something in it was refused."""
 
     domain: str
     file: str

@@ -21,7 +21,7 @@ _BATCH_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Text:
-    """A document to encode: which spool document, and which of its bytes."""
+    """A document to encode: its number in the spool, and which of its bytes."""
 
     document: int
     start: int

@@ -27,7 +27,7 @@ _SLACK = 0.003  # share of the limit that may stay unused: no further round of s
 
 @dataclass
 class Spool:
-    """Documents in a file, one after the other, and where each one is.
+    """Spool of a source's documents: one file, one after the other, and where each one is.
 
     `names`, `domain_of` (index into `domains`), `offsets` and `lengths` (bytes) have one entry a document.
     """
@@ -53,16 +53,16 @@ class Spool:
         return len(self.names)
 
     def data(self) -> np.ndarray:
-        """All bytes, memory-mapped, uint8."""
+        """All bytes of the spool, memory-mapped, uint8."""
         return np.asarray(np.memmap(self.path, np.uint8, "r"))
 
     def data_of(self, index: int) -> bytes:
-        """The bytes of document `index`."""
+        """The bytes of document `index` of the spool."""
         start = int(self.offsets[index])
         return bytes(self.data()[start : start + int(self.lengths[index])])
 
     def digest(self, index: int) -> bytes:
-        """A hash of document `index`."""
+        """A hash of document `index` of the spool."""
         return xxhash.xxh3_128_digest(self.data_of(index))
 
     def text(self, data: np.ndarray, index: int) -> str:

@@ -49,7 +49,7 @@ class Validation:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The account of the validation text as plain JSON."""
         return {"source": self.label} | self.account.summary()
 
 

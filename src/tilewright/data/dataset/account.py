@@ -29,7 +29,7 @@ _EXAMPLES = 3
 
 @dataclass
 class StageCount:
-    """One stage: units, seconds over all of them, and sums of what they counted."""
+    """The account of one stage of a build: units, seconds over all of them, and sums of what they counted."""
 
     name: str
     says: str
@@ -64,7 +64,7 @@ class MeasureHistogram:
 
 @dataclass(frozen=True)
 class BuildAccount:
-    """All of it, and `summary` as training has it."""
+    """The account of a finished build, and `summary` as training has it."""
 
     folder: Path
     summary: dict[str, Any]

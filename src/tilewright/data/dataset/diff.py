@@ -10,7 +10,7 @@ _COUNTS = ("docs", "bytes", "tokens", "holdout_docs")
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
-    """The differences between two `dataset.json`: `same` and, of settings, domains and reasons, (name, here, there)."""
+    """Differences of two builds' `dataset.json`: `same` and, of settings, domains and reasons, (name, here, there)."""
     paths = [item.path for item in schema.fields(DataBuild)]
     settings = [_row(path, *(schema.value_at(one["settings"], path) for one in (here, there))) for path in paths]
     changed = [name for name, digest in here["stages"].items() if digest != there["stages"].get(name)]

@@ -21,7 +21,7 @@ WORK = "work"
 
 
 class Context:
-    """A build in the folder `out`.
+    """The context of a data build in the folder `out`: its settings, what it reads, and its units.
 
     Args:
         build: settings.
@@ -40,7 +40,7 @@ class Context:
 
     @cached_property
     def listing(self) -> Listing:
-        """The files to read. Each rank lists it for itself; workers are handed their part of it."""
+        """The files that a build reads. Each rank lists them for itself; workers are handed their part."""
         return list_inputs(self.build.read, self._installed, self.contents)
 
     @cached_property
@@ -70,11 +70,11 @@ class Context:
         return self.units.folder(stage, index)
 
     def one(self, stage: str, index: int = 0) -> str:
-        """Hash of what a finished unit gave."""
+        """Hash of what a finished unit of a build gave."""
         return self.units.digest(stage, index)
 
     def every(self, stage: str, num: int | None = None) -> str:
-        """Hash of what all units of a stage gave."""
+        """Hash of what all units of a build's stage gave."""
         if stage not in self._digests:
             count = self.num_shards if num is None else num
             self._digests[stage] = fingerprint_of([self.one(stage, i) for i in range(count)])
@@ -90,16 +90,16 @@ class Context:
         return self.units.digest(stage, index, told=True)
 
     def count(self, stage: str, index: int, name: str) -> int:
-        """A count of a finished unit."""
+        """A count of a finished unit of the build."""
         receipt = self.units.receipt(stage, index)
         return 0 if receipt is None else receipt["counts"][name]
 
     def total(self, stage: str, count: str) -> int:
-        """Sum of a count over all shards of a finished stage."""
+        """Sum of a count over all shards of a finished stage of the build."""
         return sum(self.count(stage, i, count) for i in range(self.num_shards))
 
     def totals(self, stage: str, counts: str) -> dict[str, int]:
-        """Sums over all shards of counts by name."""
+        """Sums over all shards of the build of counts by name."""
         found: Counter[str] = Counter()
         for shard in range(self.num_shards):
             receipt = self.units.receipt(stage, shard)

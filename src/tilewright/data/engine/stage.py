@@ -33,7 +33,7 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class BuildStage:
-    """One stage.
+    """One stage of a data build: its name, its inputs, and the function that makes a unit.
 
     Args:
         name: also of the folder of its units.
@@ -57,14 +57,14 @@ class BuildStage:
     versions: Callable[[], Sequence[str]] = tuple
 
     def fingerprint(self, c: Context, i: int) -> str:
-        """Hash of everything that the unit `i` depends on."""
+        """Hash of everything that the unit `i` of a build stage depends on."""
         inputs = {name: one.identity(c, i) for name, one in self.inputs.items() if one.counts(c)}
         return fingerprint_of(
             [self.name, self.version, settings_identity(c.build, self.settings), inputs, *self.versions()]
         )
 
     def work(self, c: Context, i: int) -> UnitWork:
-        """The work that makes the unit `i`."""
+        """The work that makes the unit `i` of a build stage."""
         inputs = {name: one.value(c, i) for name, one in self.inputs.items()}
         return UnitWork(self.run, i, declared_settings(c.build, self.settings), inputs)
 

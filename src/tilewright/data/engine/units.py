@@ -30,7 +30,7 @@ only these run again for them."""
 
 
 class Units:
-    """The units below one folder.
+    """The units of work of a build below one folder.
 
     Args:
         root: the folder; made where it is missing.
@@ -43,7 +43,7 @@ class Units:
         self._known: dict[tuple[str, int], dict[str, Any]] = {}
 
     def folder(self, stage: str, index: int) -> Path:
-        """Where a unit's files are."""
+        """The folder of a unit of the build."""
         return self.root / stage / f"{index:05}"
 
     def receipt(self, stage: str, index: int) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ Weights = dict[str, float]
 
 @dataclass(frozen=True)
 class DomainSeen:
-    """The facts on one domain at an evaluation."""
+    """The facts on one domain at an evaluation, which a policy of mixing decides by."""
 
     held_out: float | None = None
     """Mean loss of held-out text, in nats per target; None: it has none."""
@@ -25,7 +25,7 @@ class DomainSeen:
 
 @dataclass(frozen=True)
 class MixEvaluation:
-    """All domains at one evaluation."""
+    """The facts on all domains at one evaluation, which a policy of mixing decides by."""
 
     step: int
     """Steps that are done."""
@@ -39,7 +39,7 @@ class MixEvaluation:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A move that a rule would have made, and why it is not made."""
+    """A move of mixture weights that a rule would have made, and why it is not made."""
 
     domain: str
     why: str
@@ -47,7 +47,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class MixDecision:
-    """The answer to an evaluation."""
+    """The answer of a policy of mixing to an evaluation: weights with a reason, or none."""
 
     weights: Weights | None = None
     """That hold from now on, summing to 1; None: they stay."""
@@ -56,14 +56,14 @@ class MixDecision:
 
 
 class MixPolicy(Protocol):
-    """A rule for weights."""
+    """A policy of mixing: a rule for the weights of domains."""
 
     name: str
     turn: int
     """Evaluations in a row that are shown losses of the same held-out batches."""
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Answer an evaluation. Called once for each, in their order."""
+        """Decide mixture weights by an evaluation. Called once for each, in their order."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class MixPolicy(Protocol):
 
 
 def shares(weights: Mapping[str, float]) -> Weights:
-    """The weights, divided by their sum.
+    """The mixture weights, divided by their sum.
 
     Example:
         >>> shares({"code": 3, "docs": 1})
@@ -87,7 +87,7 @@ def shares(weights: Mapping[str, float]) -> Weights:
 
 
 def change_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """The weights that changed by at least 0.0005, in words.
+    """The mixture weights that changed by at least 0.0005, in words.
 
     Example:
         >>> change_line({"code": 0.75, "docs": 0.25}, {"code": 0.7, "docs": 0.3})

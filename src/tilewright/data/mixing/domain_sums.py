@@ -24,7 +24,7 @@ class DomainSums:
         """Units of loss, targets, rows that are not finite; by domain. Sums over ranks are sums of these."""
 
     def add(self, domain_R: np.ndarray, loss_R: np.ndarray, targets_R: np.ndarray) -> None:
-        """Add rows.
+        """Add the losses of a step's rows by domain.
 
         Args:
             domain_R: place of each row's domain, -1 for none.
@@ -55,9 +55,9 @@ class DomainSums:
         return dict(zip(self.domains, self.counts[1].tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The sums of losses by domain as plain JSON."""
         return {"counts": self.counts.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Restore the sums of losses by domain from `state_dict()`."""
         self.counts = np.array(state["counts"], np.int64).reshape(3, len(self.domains))

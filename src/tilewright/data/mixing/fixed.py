@@ -66,7 +66,7 @@ class Schedule(Static):
 
 
 def moved_to(weights: Weights, seen: MixEvaluation, why: str) -> MixDecision:
-    """A move to these weights; none where they hold already."""
+    """A move to these mixture weights; none where they hold already."""
     if all(abs(weights[name] - now) < 1e-12 for name, now in seen.weights.items()):
         return MixDecision()
     return MixDecision(weights, why)

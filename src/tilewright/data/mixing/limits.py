@@ -30,7 +30,7 @@ class MixLimits:
     max_epochs: float = 0.0
 
     def check(self, domains: Collection[str]) -> None:
-        """Raise where no weights can be between the bounds.
+        """Raise where no mixture weights can be between the bounds.
 
         Raises:
             ConfigError: with what would be possible.
@@ -48,12 +48,12 @@ class MixLimits:
         )
 
     def full(self, epochs: Mapping[str, float]) -> list[str]:
-        """Domains that are not to be trained on any more; none where that would be all of them."""
+        """Domains at their limit of repetition, not to be trained on any more; none where that would be all of them."""
         found = [name for name, count in epochs.items() if self.max_epochs and count >= self.max_epochs]
         return found if len(found) < len(epochs) else []
 
     def applied(self, wanted: Mapping[str, float], now: Mapping[str, float], full: Collection[str]) -> Weights:
-        """The weights that a move to `wanted` becomes.
+        """The mixture weights within the limits that a move to `wanted` becomes.
 
         Args:
             wanted: weights of all domains.

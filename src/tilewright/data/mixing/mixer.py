@@ -12,7 +12,7 @@ _NEAR = 1e-4  # of a goal that smoothing approaches
 
 
 class Mixer:
-    """Answers evaluations.
+    """A policy of mixing within its limits, which answers evaluations of a run.
 
     Args:
         policy: that weighs.
@@ -48,7 +48,7 @@ class Mixer:
         return MixDecision(weights, "; ".join(told), asked.refused)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON, of one size at most."""
+        """The state of the policy and its limits for a checkpoint, as plain JSON of one size at most."""
         return {"policy": self.policy.name, "state": self.policy.state_dict(), "full": self._full, "goal": self._goal}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:

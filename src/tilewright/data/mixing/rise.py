@@ -21,7 +21,7 @@ _CUT = 3.0  # differences beyond so many standard deviations count as so many
 
 
 class Rise:
-    """Watches one loss.
+    """Watches if one loss has risen above its own noise.
 
     Args:
         patience: evaluations that must be above the level, the last ones.
@@ -36,14 +36,14 @@ class Rise:
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation of the noise, larger by what few evaluations leave open; None: too little is known."""
+        """Noise of a loss as standard deviation, larger by what few evaluations leave open; None: not known yet."""
         if self._count < _FEWEST:
             return None
         variance = max(self._square - self._mean * self._mean, 0.0)
         return math.sqrt(variance) * (1 + 4 / math.sqrt(self._count))
 
     def watch(self, loss: float) -> float | None:
-        """Take an evaluation; by how much the loss has risen, None where it has not."""
+        """Take an evaluation; by how much the loss has risen above its noise, None where it has not."""
         self._values = [*self._values, loss][-(_LEVEL + self.patience) :]
         before, last = self._values[: -self.patience], self._values[-self.patience :]
         if len(before) < _FEWEST:
@@ -67,7 +67,7 @@ class Rise:
         self._square += (difference * difference - self._square) / self._count
 
     def state_dict(self) -> dict[str, Any]:
-        """The watch's state in JSON types, of one size at most."""
+        """The state of the watch over a loss in JSON types, of one size at most."""
         return {"values": self._values, "fresh": self._fresh, "noise": [self._count, self._mean, self._square]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

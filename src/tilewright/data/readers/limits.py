@@ -40,7 +40,7 @@ class ReadLimits:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of the readers beyond the plain text and facts of a file.
+    """Options of the readers of a data build beyond the plain text and facts of a file.
 
     `suffixes` says what files of a suffix are (`kinds.KINDS`), before what is known of it. `text_field` is the field
     of rows that holds the text. `image_size` asks for pixels: uint8 [3, size, size], the middle square scaled; 0: none.

@@ -32,7 +32,7 @@ class FileContent:
 
 
 def read_content(path: Path) -> FileContent:
-    """Read the whole file.
+    """Read the whole file to the hash of its bytes, and find if all are UTF-8.
 
     Raises:
         OSError: the file cannot be read.
@@ -54,7 +54,7 @@ def _decodes(decoder: codecs.IncrementalDecoder, data: bytes, *, final: bool = F
 
 
 class Contents:
-    """Contents of files, remembered in a file between builds.
+    """Hashes of the contents of files, remembered in a file between builds.
 
     Args:
         path: of the file; None remembers nothing.
@@ -69,7 +69,7 @@ class Contents:
         self._known, self._asked = _load(path), dict[str, tuple[str, FileContent, bool]]()
 
     def of(self, path: Path, status: os.stat_result) -> FileContent:
-        """The content of a file with this status.
+        """The content hash of a file with this status.
 
         Raises:
             OSError: the file cannot be read.
@@ -85,7 +85,7 @@ class Contents:
         return content
 
     def save(self) -> None:
-        """Remember the contents that were asked for.
+        """Remember the content hashes that were asked for.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.

@@ -50,7 +50,7 @@ class _Pieces(io.RawIOBase):
 def read_csv(
     name: str, path: Path, delimiter: str, field: str | None, longest: int = LONGEST_LINE
 ) -> Iterator[Record | Rejected]:
-    """One document per row, out of the column `field`; None: the whole row as a JSON object.
+    """Read a .csv or .tsv file: one document per row, out of the column `field`; None: the whole row as a JSON object.
 
     `longest` is the size of the blocks that Arrow reads, and so of the longest row.
     """

@@ -27,7 +27,7 @@ _MARKS = {  # in this order: UTF-32's little-endian mark begins with that of UTF
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source that is read, or left unread, as a whole. `size` is its text in bytes, about.
+    """A piece of a data source that is read, or left unread, as a whole. `size` is its text in bytes, about.
 
     `file` is the key of `Source.files` for the file that it is of, "" where that is the part's own name.
     """
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """All parts of a source, found without reading their text.
+    """All parts of a data source, found without reading their text.
 
     `key` changes whenever the content may have changed. `rejects` are what was refused while looking. `files` has the
     size in bytes of everything that was found: each is in a part, in a reject, or both. `wanted` is what it is read

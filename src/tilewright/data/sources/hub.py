@@ -17,7 +17,7 @@ _SETTINGS = ("dataset_infos.json", "dataset_info.json", "state.json", "config.js
 
 
 def rows_files(names: Sequence[str]) -> list[str]:
-    """The files with rows to train on.
+    """The files of a hub dataset's repository that have rows to train on.
 
     Example:
         >>> rows_files(["README.md", "data/train-0.parquet", "data/test-0.parquet", "dataset_infos.json"])
@@ -36,7 +36,7 @@ def rows_files(names: Sequence[str]) -> list[str]:
 
 
 def hub_dataset(source: str, endpoint: str | None = None, cache: str | None = None) -> str:
-    """The folder of a dataset of the hub, downloaded where it is not there yet.
+    """The folder of a dataset of the Hugging Face Hub, downloaded where it is not there yet.
 
     Args:
         source: `hf://org/name`, with @revision if not main.

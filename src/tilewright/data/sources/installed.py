@@ -68,7 +68,7 @@ class InstalledText:
     items: list[_Listed | Rejected | Part]
 
     def source(self) -> Source:
-        """The source over them."""
+        """The source over the installed text."""
         found: list[Part | Rejected] = []
         files: dict[str, int] = {}
         for item in self.items:
@@ -92,7 +92,7 @@ def installed_source(project: str = "tilewright") -> Source:
 
 
 def list_installed(project: str = "tilewright") -> InstalledText:
-    """The files of that source.
+    """List the files of the `installed` source.
 
     Raises:
         DataError: `project` is not installed, so its dependencies are not known.

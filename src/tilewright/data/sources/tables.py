@@ -30,7 +30,7 @@ def parquet_parts(
     max_expansion: float = MAX_EXPANSION,
     longest: int = LONGEST_LINE,
 ) -> list[Part | Rejected]:
-    """One part a row group, or a reject where the file is damaged or has no such text column."""
+    """Parts of a .parquet file, one a row group, or a reject where it is damaged or has no such text column."""
     try:
         with pq.ParquetFile(path) as file:
             problem = _field_problem(file.schema_arrow, field)
@@ -110,7 +110,7 @@ def _split_parts(domain: str, folder: Path, prefix: str, field: str | None) -> l
 def arrow_parts(
     domain: str, name: str, path: Path, field: str | None, longest: int = LONGEST_LINE
 ) -> list[Part | Rejected]:
-    """One part for each few thousand rows of an Arrow file, or a reject."""
+    """Parts of an Arrow file, one for each few thousand rows, or a reject."""
     try:
         table = _open_arrow(path)
         problem = _field_problem(table.schema, field)

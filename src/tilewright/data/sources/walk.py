@@ -35,7 +35,7 @@ def stat_key(status: os.stat_result) -> str:
 
 
 def find_files(root: Path) -> Found:
-    """All files at or below `root` in a fixed order. Real files and folders come before links to them.
+    """Find all files at or below the folder `root`, in a fixed order. Real files and folders come before links to them.
 
     Raises:
         HardwareError: too many open files, or no memory.

@@ -19,7 +19,7 @@ _CLOSE = 0.6
 
 @dataclass(frozen=True)
 class Wanted:
-    """A use of a path.
+    """The use for which a command reads a path of the user's.
 
     Args:
         noun: what is looked for.

@@ -47,7 +47,7 @@ _MOST_LISTED = 1000  # rejects of one rule in rejects.jsonl; all of them are in 
 
 @dataclass(frozen=True)
 class Finished:
-    """Folders of all shards, by stage, and the folders of the units that there is one of."""
+    """Folders of all finished shards, by stage, and the folders of the units that there is one of."""
 
     listing: Listing
     media: Sequence[Path]
@@ -66,7 +66,7 @@ class Finished:
 
 
 def assemble(index: int, settings: SimpleNamespace, folder: Path, **inputs: Any) -> Mapping[str, Any]:
-    """Fill `folder` with `tokens/`, `records/`, `rejects/` and, if asked for, `media/`; returns counts.
+    """Assemble the dataset: `tokens/`, `records/`, `rejects/` and, if asked for, `media/` in `folder`; returns counts.
 
     Args:
         index: 0.
@@ -119,7 +119,7 @@ def _documents(done: Finished, out: Path) -> None:
 
 
 def place(row: Mapping[str, Any]) -> str:
-    """Where a record is, for a person to find it again.
+    """The place of a record in a dataset: path, part and bytes, for a person to find it again.
 
     Example:
         >>> place({"path": "a.jsonl", "part": "row", "start": 10, "stop": 20})

@@ -79,7 +79,7 @@ class Shard:
     split: Path
 
     def texts(self) -> Iterator[KeptText]:
-        """All that stay so far; a record whose tail is held out comes twice."""
+        """All texts of a shard that stay so far; a record whose tail is held out comes twice."""
         cut = {int(doc): at for doc, at in json.loads((self.split / "split.json").read_bytes())["cut"].items()}
         where = np.load(self.split / f"{self.number:05}.npy", allow_pickle=False)
         alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)

@@ -40,7 +40,7 @@ _SPLITS = {TRAIN: "train", SHOWN: "train", HELD: "holdout", SHOWN_HELD: "holdout
 
 
 class ArrayWriter:
-    """The arrays of a shard's records, in one file a kind that is asked for. A context manager.
+    """Writes the arrays of images and sounds of a shard's records, a file for each kind asked for. A context manager.
 
     Args:
         folder: gets `arrays.parquet` and the arrays; nothing where none are asked for.
@@ -60,12 +60,12 @@ class ArrayWriter:
         self._table = self._files.enter_context(TableWriter(folder / "arrays.parquet", ARRAYS)) if wanted else None
 
     def append(self, record: Record) -> None:
-        """Write the arrays of a record that are asked for."""
+        """Write the arrays of a record's images and sounds that are asked for."""
         for kind, array in record.arrays.items():
             self.write(record.id, kind, array[None] if kind == "pixels" else array)
 
     def write(self, record_id: str, kind: str, entries: np.ndarray) -> int:
-        """Write entries of one record; returns where they begin."""
+        """Write the array (pixels or log-mel frames) of one record; returns where its entries begin."""
         first = self._next[kind]
         self._arrays[kind].append(entries)
         assert self._table is not None
@@ -81,14 +81,14 @@ class ArrayWriter:
 
 
 def media_shards(c: Context) -> int:
-    """All shards where any tensor is kept, else none."""
+    """Number of units that gather tensors of images and sounds: all shards where any is kept, else none."""
     return c.num_shards if c.build.media.image_size or c.build.media.log_mel else 0
 
 
 def gather_shard(
     index: int, settings: SimpleNamespace, folder: Path, *, read: Path, records: Path, kept: Path, split: Path
 ) -> Mapping[str, Any]:
-    """Write the arrays of a shard's records that stay, and `media.parquet` with a row for each.
+    """Gather the tensors of images and sounds of a shard's records that stay, and `media.parquet` with a row for each.
 
     Args:
         index: of the shard.
@@ -131,7 +131,7 @@ def _staying(repaired: Path, kept: Path, split: Path) -> Iterator[tuple[dict[str
 
 
 def publish_media(shards: Sequence[Path], folder: Path) -> dict[str, Any]:
-    """Fill `folder` with the arrays of all shards that have some, and one table of all.
+    """Fill `folder` with the tensors of images and sounds of all shards that have some, and one table of all.
 
     Returns:
         What a summary says of them: number by split, classes (the domains of images), and the shape of an entry.

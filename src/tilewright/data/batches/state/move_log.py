@@ -29,7 +29,7 @@ Mark = tuple[int, str]
 
 
 def chained(lines: Iterable[bytes], mark: Mark = (0, "")) -> Mark:
-    """The mark behind some lines.
+    """The mark (a chained hash) behind some lines of a stream's log.
 
     Example:
         >>> chained([b"a", b"b"]) == chained([b"b"], chained([b"a"])), chained([b"b", b"a"]) == chained([b"a", b"b"])
@@ -42,12 +42,12 @@ def chained(lines: Iterable[bytes], mark: Mark = (0, "")) -> Mark:
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
-    """A row as it is written, without the end of the line."""
+    """A row of a stream's log as the JSON line that is written, without the end of the line."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
 
 
 class MoveLog:
-    """Rows of a log, in memory until a file keeps them."""
+    """The append-only log of a data stream, in memory until a file keeps it."""
 
     def __init__(self) -> None:
         self.mark: Mark = (0, "")
@@ -57,7 +57,7 @@ class MoveLog:
         self._path: Path | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row.
+        """Add a row to the log of the stream.
 
         Raises:
             DataError: the file cannot be written.
@@ -70,7 +70,7 @@ class MoveLog:
         self.mark = chained([line], self.mark)
 
     def begin(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Begin the log with these rows, whatever was before."""
+        """Begin the log of the stream with these rows, whatever was before."""
         self._take((0, ""), [line_of(row) for row in rows])
 
     def go_to(self, mark: Mark) -> None:
@@ -86,7 +86,7 @@ class MoveLog:
             self._take(mark, [])
 
     def keep_in(self, path: Path) -> tuple[list[Row], str | None]:
-        """Have the rows in this file from now on.
+        """Have the rows of the stream's log in this file from now on.
 
         Args:
             path: of a log that goes on at this one's mark, or of none. Another log there is renamed, not overwritten.
@@ -149,7 +149,7 @@ class MoveLog:
             raise _cannot_write(path, error) from error
 
     def rows(self) -> list[Row]:
-        """All rows.
+        """All rows of the stream's log.
 
         Raises:
             DataError: they are not at hand, or the file was changed.
@@ -201,7 +201,7 @@ def _set_aside(path: Path) -> str | None:
 
 
 def other_log(path: Path, found: int, mark: Mark) -> DataError:
-    """The error of a log whose hash is not that of the checkpoint."""
+    """The error where the hash of a stream's log is not that of the checkpoint."""
     return DataError(
         "The log of the mixture is not the one of this checkpoint",
         got=f"{found} lines, whose first {mark[0]} have another hash",
@@ -212,7 +212,7 @@ def other_log(path: Path, found: int, mark: Mark) -> DataError:
 
 
 def unreadable(path: Path, got: str) -> DataError:
-    """The error of a log that cannot be used."""
+    """The error of a stream's log file that cannot be used."""
     return DataError(
         "The log of the mixture cannot be read",
         got=got,

@@ -13,7 +13,7 @@ from tilewright.data.batches.state.move_log import Mark, Row, unreadable
 
 
 class Position(NamedTuple):
-    """A step, its first sample, and the size of it and of those that follow."""
+    """A position in a data stream: a step, its first sample, and the size of it and of those that follow."""
 
     step: int
     sample: int
@@ -21,7 +21,7 @@ class Position(NamedTuple):
 
 
 class KeptLog(NamedTuple):
-    """The rows of a log behind a checkpoint."""
+    """The rows of a stream's log behind a checkpoint."""
 
     lost: str | None
     """What was lost of it; None: nothing."""
@@ -46,7 +46,7 @@ def weights_key(weights: Mapping[str, float]) -> str:
 
 
 def stage_row(mixture: Mixture, stage: MixtureStage, step: int, why: str) -> Row:
-    """A stage, as the log has it."""
+    """A mixture stage as a row of the stream's log."""
     by_domain = {
         "weights": dict(zip(mixture.domains, stage.weights, strict=True)),
         "before": dict(zip(mixture.domains, stage.before, strict=True)),
@@ -55,19 +55,19 @@ def stage_row(mixture: Mixture, stage: MixtureStage, step: int, why: str) -> Row
 
 
 def size_row(at: Position) -> Row:
-    """A size of steps, as the log has it."""
+    """A size of steps as a row of the stream's log."""
     return {"kind": "size", "step": at.step, "sample": at.sample, "size": at.size}
 
 
 def opening_rows(mixture: Mixture, at: Position) -> list[Row]:
-    """The first rows of a log that begins at a position."""
+    """The first rows of a stream's log that begins at a position."""
     rows = [stage_row(mixture, stage, at.step, "") for stage in mixture.stages]
     rows += [{"kind": "skip", "samples": list(skip), "step": at.step, "why": ""} for skip in mixture.skips]
     return [*rows, size_row(at)]
 
 
 def read_rows(rows: Sequence[Row], of: Mixture, path: Path) -> tuple[Mixture, list[Position]]:
-    """Stages and sizes of a log.
+    """Read mixture stages and sizes of steps from the rows of a stream's log.
 
     Args:
         rows: of the log.
@@ -100,7 +100,7 @@ def read_rows(rows: Sequence[Row], of: Mixture, path: Path) -> tuple[Mixture, li
 
 @dataclass(frozen=True)
 class LoadedState:
-    """A state of a stream, of this version or of one that kept every stage."""
+    """A stream's state from a checkpoint, of this version or of one that kept every stage."""
 
     mixture: Mixture
     next_sample: int
@@ -117,7 +117,7 @@ class LoadedState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], like: Mixture, size: int) -> "LoadedState":
-        """Read a state.
+        """Read a stream's state from the plain JSON of a checkpoint.
 
         Args:
             state: as it was saved.
@@ -171,7 +171,7 @@ def _whole(value: Any) -> int:
 
 
 def incomplete(got: str) -> CheckpointError:
-    """The error of a state that is none."""
+    """The error of a checkpoint's stream state that lacks something."""
     return CheckpointError(
         "Saved data position is incomplete",
         got=got,

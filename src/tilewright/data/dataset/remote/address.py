@@ -49,7 +49,7 @@ def is_address(source: str) -> bool:
 
 
 class Remote:
-    """Files below an address.
+    """Files below an address (`scheme://...`), read by fsspec.
 
     Args:
         address: of a folder.
@@ -70,7 +70,7 @@ class Remote:
         self._files, self._root = _opened(self.address, fresh=False)
 
     def read(self, name: str) -> bytes:
-        """A whole file, tried once.
+        """Read a whole file at an address, tried once.
 
         Raises:
             OSError: and those of other packages, see `failures`.
@@ -78,7 +78,7 @@ class Remote:
         return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
 
     def fetch(self, name: str, size: int | None = None, digest: str | None = None, retries: int | None = None) -> bytes:
-        """A whole file, with retries.
+        """Fetch a whole file at an address, with retries.
 
         Args:
             name: below the address.
@@ -114,7 +114,7 @@ class Remote:
 
 
 def wrong(content: bytes, size: int | None, digest: str | None) -> str | None:
-    """The damage of a file's content, or None.
+    """The damage of a fetched file's content, or None.
 
     Example:
         >>> wrong(b"abc", 4, None)
@@ -128,7 +128,7 @@ def wrong(content: bytes, size: int | None, digest: str | None) -> str | None:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """Classes of what is raised where nothing can be read."""
+    """Classes of errors that are raised where nothing can be read from an address."""
     loaded = ((sys.modules.get(module), name) for module, name in _FOREIGN)
     return (OSError, EOFError, *(getattr(module, name) for module, name in loaded if hasattr(module, name)))
 

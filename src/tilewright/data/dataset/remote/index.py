@@ -27,7 +27,7 @@ _DTYPES = ("uint16", "uint32")
 
 @dataclass(frozen=True)
 class TokenShard:
-    """A file of tokens."""
+    """A token shard of a dataset at an address: one file of the tokens of whole documents."""
 
     file: str
     """Below the dataset's address."""
@@ -42,7 +42,7 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """All shards of a dataset."""
+    """The index of all token shards of a dataset."""
 
     dtype: str
     marked: bool

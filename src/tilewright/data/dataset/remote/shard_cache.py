@@ -22,7 +22,7 @@ _SUFFIX, _PART, _LOCK = ".shard", ".part", "lock"
 
 
 class ShardCache:
-    """The shards below a folder.
+    """Cache of fetched shards in a folder, under a limit of bytes, which several processes share.
 
     Args:
         folder: made where it is missing.
@@ -57,7 +57,7 @@ class ShardCache:
         return path
 
     def put(self, digest: str, content: bytes) -> Path | None:
-        """Keep a shard, and hold it. None where it does not fit beside what is held, or cannot be written."""
+        """Keep a fetched shard in the cache, and hold it. None where it has no room or cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -79,13 +79,13 @@ class ShardCache:
         self._said_full = True
 
     def release(self, digest: str) -> None:
-        """Let a shard go; it stays while there is room, and longer than those that were let go before."""
+        """Let a shard of the cache go; it stays while there is room, and longer than those let go before."""
         if (file := self._held.pop(digest, None)) is not None:
             os.utime(file.fileno())
             file.close()
 
     def close(self) -> None:
-        """Let all go."""
+        """Let all shards of the cache go."""
         for digest in list(self._held):
             self.release(digest)
 

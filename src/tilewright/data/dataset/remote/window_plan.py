@@ -42,11 +42,11 @@ class WindowPlan:
         self._kept: dict[int, Window] = {}  # shards of windows that come later, read under other weights
 
     def wants(self, place: int) -> bool:
-        """True if a shard is to stay."""
+        """True if the plan of windows wants a shard to stay."""
         return place in self._uses or place in self._kept
 
     def all_wanted(self) -> list[int]:
-        """Shards that are to stay."""
+        """Shards that the plan of windows wants to stay."""
         return [*self._uses, *self._kept]
 
     def is_other(self, mixture: Mixture, sample: int) -> bool:
@@ -54,7 +54,7 @@ class WindowPlan:
         return mixture is not self._mixture or not self._block <= sample // BLOCK <= self._head
 
     def follow(self, mixture: Mixture, sample: int, read: Collection[int]) -> list[int] | None:
-        """Plan from a sample on.
+        """Plan the windows of shards from a sample on.
 
         Args:
             mixture: of samples.
@@ -81,7 +81,7 @@ class WindowPlan:
         return list(dict.fromkeys(place for places in self._wanted.values() for place in places))
 
     def clear(self) -> None:
-        """Want nothing."""
+        """Want no shards."""
         self._mixture = None
         self._wanted.clear()
         self._uses.clear()

@@ -17,7 +17,7 @@ _ORDER, _INSIDE = 3, 4  # what hashes are of; `mix` has 1 and 2
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """One epoch of a domain."""
+    """The order of one epoch of a domain in windows of shards."""
 
     shards: np.ndarray
     """Places of the domain's shards, in the order in which they are read."""

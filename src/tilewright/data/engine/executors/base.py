@@ -17,7 +17,7 @@ Done = Callable[[int], None]
 
 
 class UnitExecutor(Protocol):
-    """Runs units of one stage after the other."""
+    """Executor of a data build: runs the units of one stage after the other."""
 
     is_first: bool
     """Whether this process also publishes the dataset; one of a build does."""
@@ -25,5 +25,5 @@ class UnitExecutor(Protocol):
     """In the names of what this process has not finished; "*": no other process works there."""
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """Return when all units `todo` are finished."""
+        """Run the units `todo` of a stage of the data build; return when all are finished."""
         ...

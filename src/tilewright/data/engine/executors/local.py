@@ -18,7 +18,7 @@ _POLL_S = 0.1
 
 
 class LocalExecutor(PooledExecutor):
-    """Processes of this machine; 1: this process alone. A context manager.
+    """Executor of a data build in processes of this machine; 1: this process alone. A context manager.
 
     Args:
         processes: at a time.

@@ -33,7 +33,7 @@ _WAIT_S = 300.0  # for a node to say what it sees: under load, its first process
 
 
 class RayExecutor(PooledExecutor):
-    """Tasks of Ray. A context manager, which ends a Ray that it started; one that this process is connected to stays.
+    """Executor of a data build in tasks of Ray. A context manager, which ends a Ray that it started and no other.
 
     Args:
         address: of a cluster; "": Ray is started on this machine.

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 
 class PooledExecutor(ABC):
-    """Runs units in a pool of processes. A context manager.
+    """Runs units of a data build in a pool of worker processes that may be killed. A context manager.
 
     Args:
         prefix: in the names of what its processes have not finished; "" where no others are there.

@@ -26,7 +26,7 @@ Blocks = Iterator[np.ndarray]
 
 
 def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
-    """One record with the facts duration_s, rate, channels, loudness_db, peak, silence_share."""
+    """Read a sound file: one record with the facts duration_s, rate, channels, loudness_db, peak, silence_share."""
     size, limits = entry.path.stat().st_size, entry.limits
     lost = _wave_bytes_lost(entry)
     if lost:
@@ -107,7 +107,7 @@ def _pcm(entry: Entry) -> tuple[int, int, int, Blocks] | None:
 
 
 def pcm_values(data: bytes, width: int) -> np.ndarray:
-    """Samples of `width` bytes, little-endian, as float32 of full scale 1; those of one byte are unsigned.
+    """Samples of PCM sound of `width` bytes, little-endian, as float32 of full scale 1; one-byte ones are unsigned.
 
     Example:
         >>> pcm_values(b"\\x00\\x40", 2), pcm_values(b"\\x00\\x00\\xc0", 3), pcm_values(b"\\x80", 1)

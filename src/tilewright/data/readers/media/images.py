@@ -20,7 +20,7 @@ _FLAT = 4  # steps of grey between the darkest and the brightest point: less is 
 
 
 def read_image(entry: Entry) -> Iterator[Record | Rejected]:
-    """One record with the facts width, height (after the turn), mode, format, phash; the first frame of several.
+    """Read an image: a record with width, height (after the turn), mode, format, phash; the first frame of several.
 
     An image of one colour has the fact flat: its perceptual hash says nothing.
     """
@@ -73,7 +73,7 @@ def _facts(image: Any, size: int) -> tuple[dict[str, int | str], dict[str, np.nd
 
 
 def perceptual_hash(grey: np.ndarray) -> int:
-    """pHash (Zauner 2010): 64 bits, 1 where a low frequency of a grey image is above the median of them.
+    """Perceptual hash (pHash, Zauner 2010) of an image: 64 bits, 1 where a low frequency of it is above the median.
 
     Args:
         grey: [32, 32], any numeric dtype.
@@ -89,7 +89,7 @@ def perceptual_hash(grey: np.ndarray) -> int:
 
 
 def near_images(hashes: Sequence[int], distance: int) -> list[tuple[int, int]]:
-    """Pairs (i, j), i < j, of 64-bit hashes that differ in at most `distance` bits (under 16), sorted.
+    """Pairs (i, j), i < j, of perceptual hashes that differ in at most `distance` bits (under 16), sorted.
 
     Hashes within d bits agree in one of d + 1 bands at least, so only those that share a band are compared.
 

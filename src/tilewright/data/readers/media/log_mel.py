@@ -15,7 +15,7 @@ _FRAMES = 4096
 def log_mel(
     samples: np.ndarray, rate: int, num_mels: int = 80, window_ms: float = 25.0, hop_ms: float = 10.0
 ) -> np.ndarray:
-    """Log-mel frames of one channel.
+    """Log-mel frames of one channel of sound.
 
     Args:
         samples: float [N], full scale 1.
@@ -40,7 +40,7 @@ def log_mel(
 
 
 def mel_filters(window: int, rate: int, num_mels: int = 80) -> np.ndarray:
-    """Weights [1 + window // 2, num_mels] of the frequencies of a transform.
+    """Mel filters: weights [1 + window // 2, num_mels] of the frequencies of a transform.
 
     Triangles of unit area, in equal steps in mel.
     """

@@ -16,7 +16,7 @@ from tilewright.data.sources.documents import looks_binary
 
 
 def read_html(entry: Entry) -> Items:
-    """One record: the main text of a document, its title as a fact."""
+    """Read an HTML document: one record with its main text, its title as a fact."""
     size, longest = entry.path.stat().st_size, entry.limits.document_bytes
     if size > longest:
         yield entry.reject("document size in bytes", float(size), longest, num_bytes=size)
@@ -78,7 +78,7 @@ def read_pdf(entry: Entry) -> Items:
 
 
 def read_notebook(entry: Entry) -> Items:
-    """One record: the cells of a Jupyter notebook, code in fences."""
+    """Read a Jupyter notebook: one record of its cells, code in fences."""
     size, longest = entry.path.stat().st_size, entry.limits.document_bytes
     if size > longest:
         yield entry.reject("document size in bytes", float(size), longest, num_bytes=size)
@@ -88,7 +88,7 @@ def read_notebook(entry: Entry) -> Items:
 
 
 def read_word(entry: Entry) -> Items:
-    """One record: the paragraphs of a .docx, its title as a fact."""
+    """Read a .docx: one record of its paragraphs, its title as a fact."""
     entry.need("defusedxml")
     yield from _documents(entry, "damaged .docx", kind="docx", **_packed(entry))
 

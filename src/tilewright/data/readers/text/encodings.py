@@ -86,7 +86,7 @@ class Decoded(NamedTuple):
 
 
 def decode_text(data: bytes, hint: str = "") -> Decoded:
-    """The text of `data`.
+    """Decode bytes in any encoding to text.
 
     Args:
         data: bytes that are not UTF-16, UTF-32 or binary, whole lines.

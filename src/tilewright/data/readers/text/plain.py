@@ -26,7 +26,7 @@ Items = Iterator[Record | Rejected]
 
 
 def read_text(entry: Entry) -> Items:
-    """The text of a file."""
+    """Read the text of a plain text file."""
     yield from _text(entry, 0, {})
 
 
@@ -89,7 +89,7 @@ def lost_lines(entry: Entry, lost: list[bytes], found: str) -> Rejected:
 
 
 def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, part: str = "", **fields) -> Items:
-    """The record of a text that was decoded, with mojibake undone; nothing where it is blank."""
+    """The record of a plain text that was decoded, with mojibake undone; nothing where it is blank."""
     if is_suspect(text):
         entry.need("ftfy", of_format=False)
         text, lines = undo_mojibake(text)

@@ -25,7 +25,7 @@ _DELIMITER = {"csv": ",", "tsv": "\t"}
 
 
 def read_rows(entry: Entry, kind: str) -> Items:
-    """The texts of a file of rows."""
+    """Read the texts of a file of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow)."""
     field, longest = entry.options.text_field, entry.limits.line_bytes
     with entry.path.open("rb") as file:
         wide = bool(wide_encoding_of(file.read(4096)))

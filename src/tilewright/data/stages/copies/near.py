@@ -42,7 +42,7 @@ def candidate_shingles(
     pairs: Sequence[Path],
     by_score: bool,
 ) -> Mapping[str, Any]:
-    """Write the sorted shingles of a shard's records that are in any pair, and where those of each are."""
+    """Write the sorted shingles of a shard's records that are in any candidate pair, and where those of each are."""
     wanted, drops = _docs_in(pairs, index), row_of(drops_of(exact, index)["doc"])
     entries: list[tuple[int, int, int, int]] = []
     first = 0
@@ -78,7 +78,7 @@ def _docs_in(pairs: Sequence[Path], shard: int) -> np.ndarray:
 def verify_pairs(
     index: int, settings: SimpleNamespace, folder: Path, *, pairs: Sequence[Path], shingles: Sequence[Path]
 ) -> Mapping[str, Any]:
-    """Write the pairs of range `index` that are as similar as members of a cluster, with their similarity."""
+    """Write the near-copy pairs of range `index` that are as similar as members of a cluster, with their similarity."""
     rows = np.unique(read_range([one / "pairs" for one in pairs], index, PAIR)[["a", "b"]])
 
     @lru_cache(maxsize=64)
@@ -118,7 +118,7 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
 def resolve(
     index: int, settings: SimpleNamespace, folder: Path, *, verified: Sequence[Path], shingles: Sequence[Path]
 ) -> Mapping[str, Any]:
-    """Write which records go (`drops.npy`), and the cluster of each that has a near-copy (`clusters.npy`).
+    """Write which near-copies go (`drops.npy`), and the cluster of each record that has one (`clusters.npy`).
 
     Args:
         index: 0.
@@ -159,7 +159,7 @@ def _merits(docs: np.ndarray, shingles: Sequence[Path]) -> np.ndarray:
 
 
 def greedy(order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarray) -> Iterator[tuple[int, int, float]]:
-    """Which records go because they resemble one that stays.
+    """Records that go because they are near-copies of one that stays.
 
     Args:
         order: all records, in the order in which they are taken.

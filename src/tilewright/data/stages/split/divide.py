@@ -24,7 +24,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass
 class Divided:
-    """Clusters as they are to be held out.
+    """Large clusters of near-copies, divided as they are to be held out.
 
     Args:
         cluster_of: int64 [documents], the first document of each document's cluster.
@@ -35,7 +35,7 @@ class Divided:
     sizes: dict[int, list[int]] = field(default_factory=dict)
 
     def notes(self, domains: tuple[str, ...]) -> list[str]:
-        """Notes on it, by domain."""
+        """Notes on divided clusters of near-copies, by domain."""
         found = []
         for domain, sizes in sorted(self.sizes.items()):
             groups = "a group" if len(sizes) == 1 else f"{len(sizes)} groups"

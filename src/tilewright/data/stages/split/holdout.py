@@ -42,7 +42,7 @@ class HoldoutDocuments(Protocol):
 
 @dataclass
 class Split:
-    """Which documents are held out: bool [documents].
+    """The split into training and held-out documents: bool [documents].
 
     `cut` maps a document to the byte where its held-out tail begins; such a document is not in `held`. `dropped` are
     domains (indices) too small to hold anything out of. `notes` say where a holdout is not independent.

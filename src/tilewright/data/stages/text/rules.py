@@ -34,7 +34,7 @@ Language = Callable[[str], tuple[str, float]]
 
 @dataclass(frozen=True)
 class ActiveRule:
-    """One rule: `name` of its setting, the measure that it looks at, and the value up to (or from) which it passes."""
+    """An active text rule: `name` of its setting, its measure, and the value up to (or from) which records pass."""
 
     name: str
     measure: str
@@ -46,7 +46,7 @@ class ActiveRule:
 
 
 def thresholds(rules: RulesSection) -> list[ActiveRule]:
-    """The rules that are on, in the order of the settings."""
+    """The text rules that are on with their thresholds, in the order of the settings."""
     found = []
     for name, value in rules:
         kind, _, measure = name.partition("_")

@@ -16,7 +16,7 @@ _SENTENCE_ENDS = (b". ", b"! ", b"? ", b".\t", "。".encode(), "！".encode(), "
 
 @dataclass(frozen=True)
 class Window:
-    """Stream positions [start, stop); those from `target` on are new targets, those before it are context."""
+    """A window over tokens: stream positions [start, stop); those from `target` on are targets, the rest context."""
 
     start: int
     target: int
