@@ -29,7 +29,7 @@ PRELOAD = [
     "transformers.models.qwen3.modeling_qwen3", "pandas", "tilewright.training.executor.pipeline",
     "tilewright.training.session", "tilewright.cli.app", "torch.utils.serialization",
     *(f"tilewright.ops.backends.cpu.{name}" for name in ("amx", "attention", "low_bit_adam", "wgrad")),
-    "tilewright.ops.backends.native.int8", "tests.training.tiny",
+    "tilewright.ops.backends.native.int8", "tests.training.tiny", "tests.frozen",
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The suite depends on neither a terminal nor on what else the machine does."""
 
 import ast
+import gc
 import itertools
 import random
 import re
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests import conftest, ranks, schedule
+from tests import conftest, schedule
 from tests.contracts.syntax import statements
 from tests.cover import covering
 from tests.draws import aside, draw_from
+from tests.ranks import LOCK, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +37,7 @@ def test_processes_that_tests_start_can_be_interrupted_in_the_background_too():
 
 
 def test_two_clones_and_two_users_do_not_wait_for_each_others_ranks():
-    assert ranks.LOCK.is_relative_to(ROOT)
+    assert LOCK.is_relative_to(ROOT)
 
 
 def test_tests_of_ranks_are_one_part_of_the_schedule_which_comes_first():
@@ -50,6 +52,18 @@ def test_tests_of_ranks_are_one_part_of_the_schedule_which_comes_first():
     files = ("tests/training/test_session.py", "tests/ops/triton/test_compiled.py", "tests/core/test_log.py")
     turns = [schedule.turn_of(part) for part in (schedule.RANKS, *files)]
     assert turns == sorted(set(turns))
+
+
+def frozen(rank):
+    return gc.get_freeze_count(), len(gc.get_objects())
+
+
+@pytest.mark.dist
+def test_no_process_of_ranks_searches_imports_for_garbage():
+    """A process that did would have a copy of all that the fork server has imported."""
+    ((of_imports, own),) = on_ranks(1, frozen)
+    assert of_imports > 100_000
+    assert own < of_imports / 10
 
 
 @cache

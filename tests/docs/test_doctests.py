@@ -17,6 +17,9 @@ NAMES = sorted(
 @pytest.mark.parametrize("name", NAMES)
 def test_examples(name):
     module = importlib.import_module(name)
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert result.failed == 0
-    assert result.attempted > 0
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert found
+    for test in found:  # to run one without examples looks at every file of a traceback so far, as `testmod` does
+        runner.run(test)
+    assert runner.failures == 0

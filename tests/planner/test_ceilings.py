@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
 from tilewright.core.hardware import detect_machine
+from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine import ceilings, microbench
 from tilewright.planner.machine.ceilings import Ceilings, measure
 
@@ -26,22 +28,37 @@ def machine():
     return detect_machine("cpu")
 
 
-@pytest.fixture(scope="module")
-def measured(machine, tmp_path_factory):
+def timed_once(machine, folder, **changes):
     """One real measurement, each rate timed once."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(microbench, "_FEWEST", 1)
-    patch.setattr(microbench, "_MOST", 1)
-    patch.setattr(ceilings, "_ROUNDS", 1)
-    patch.setattr(microbench, "WIDTHS", (256, 512))
     lines = []
-    found = measure(machine, tmp_path_factory.mktemp("cache"), progress=lines.append)
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(microbench, "_FEWEST", 1)
+        patch.setattr(microbench, "_MOST", 1)
+        patch.setattr(microbench, "WIDTHS", (256, 512))
+        patch.setattr(ceilings, "_measure_all", partial(ceilings._measure_all, rounds=1, **changes))
+        found = measure(machine, folder, progress=lines.append)
     assert lines, "progress is reported"
     return found
 
 
+@pytest.fixture(scope="module")
+def measured(machine, tmp_path_factory):
+    """Two formats, and the optimizer without a compiler, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ceilings, "Kernels", partial(Kernels, compile=False))
+        return timed_once(machine, tmp_path_factory.mktemp("cache"), formats=("fp32", "bf16"))
+
+
 def test_every_rate_is_positive_and_sane(measured):
+    check_rates(measured)
+
+
+@pytest.mark.slow
+def test_rates_of_all_formats_and_of_compiled_updates(machine, tmp_path):
+    check_rates(timed_once(machine, tmp_path))
+
+
+def check_rates(measured):
     row = measured.to_json()
     for name in ("matmul", "attention", "loss", "elementwise", "adam"):
         for fmt, rate in row[name].items():
