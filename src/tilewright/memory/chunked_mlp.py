@@ -82,7 +82,7 @@ def chunk_layers(
 
 
 def is_chunked(module: nn.Module) -> bool:
-    """True if a module is one of those that `chunk_mlps` found."""
+    """True if a module is an MLP that `chunk_mlps` found."""
     return isinstance(module, _Chunked)
 
 
@@ -185,7 +185,7 @@ def _chunked(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def run_chunked(function: Callable[[Tensor], Tensor], x: Tensor | WithCopies, chunks: int, module: nn.Module) -> Tensor:
-    """function(x), some tokens at a time.
+    """Run function(x) of an MLP on a chunk of tokens at a time.
 
     Args:
         function: token-wise: [..., D] -> [..., any].

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[Tensor]) -> None:
-    """Sum each tensor over the group, in place."""
+    """Sum each tensor over all ranks of the group, in place."""
     if group is not None:
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
@@ -33,7 +33,7 @@ def reduced_on(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device | str = "cpu") -> float:
-    """The sum of a number over the group, in FP64."""
+    """The sum of a number over all ranks of the group, in FP64."""
     if group is None:
         return value
     total = torch.tensor(value, dtype=torch.float64, device=device)
@@ -70,7 +70,7 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
 
 
 def named_ranks(ranks: Collection[int]) -> str:
-    """The ranks in words, for a user.
+    """The numbers of ranks in words, for a user.
 
     Example:
         >>> named_ranks([3]), named_ranks((0, 2))

@@ -122,7 +122,7 @@ def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device
 
 
 def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -> None:
-    """The values of a part of a parameter. Of columns whole rows are asked for, some at a time.
+    """Read or draw the values of this rank's part of a parameter. Of columns whole rows are asked for, some at a time.
 
     Args:
         values: initial values.

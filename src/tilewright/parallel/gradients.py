@@ -61,7 +61,7 @@ class _Sent:
 
 
 class GradientSums:
-    """The sums of replicated parameters' gradients over a group, in buckets.
+    """The sums over ranks of replicated parameters' gradients, in buckets.
 
     Args:
         communicator: of the ranks; nothing happens where it has no group.
@@ -94,7 +94,7 @@ class GradientSums:
         weakref.finalize(self, _remove, handles)
 
     def begin(self, *, last: bool) -> None:
-        """Before the forward pass of a micro-batch."""
+        """Begin summing gradients: called before the forward pass of a micro-batch."""
         self.drop()
         if last and self._group is not None:
             self._divide()
@@ -127,7 +127,7 @@ class GradientSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward pass: gradients are the sums over all ranks.
+        """Finish summing gradients after the last backward pass: they are the sums over all ranks.
 
         A parameter that this rank did not use may be used on another, and has a gradient then; one that no rank used
         has none.
@@ -154,7 +154,7 @@ class GradientSums:
                 param.grad = None
 
     def drop(self) -> None:
-        """Wait for what is on its way, and forget it."""
+        """Drop gradients whose sum is under way: wait for it, and forget it."""
         for sent in self._sent:
             sent.work.wait()
         self._sent, self._late, self._waiting, self._all_sent = [], {}, [], False

@@ -29,7 +29,7 @@ REST = -1
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Ranks along each axis. `dp_shard` may be `REST` until `fill`.
+    """Mesh sizes: ranks along each axis. `dp_shard` may be `REST` until `fill`.
 
     Example:
         >>> MeshSizes(dp_shard=2, tp=4).world, MeshSizes(dp_replicate=2, dp_shard=2, tp=2).data
@@ -44,22 +44,22 @@ class MeshSizes:
 
     @staticmethod
     def of(section: ParallelSection) -> "MeshSizes":
-        """The one that a recipe asks for."""
+        """The mesh sizes that a recipe asks for."""
         return MeshSizes(**{axis: getattr(section, axis) for axis in (*AXES, "ep")})
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks of the mesh."""
         return self._along(AXES)
 
     @property
     def data(self) -> int:
-        """Ranks that read different rows, of those that read the same rows one."""
+        """Number of ranks of the mesh that read different rows, counting those that read the same rows once."""
         return self._along(DATA_AXES)
 
     @property
     def model(self) -> int:
-        """Ranks that hold one copy."""
+        """Number of ranks of the mesh that hold one copy of the model."""
         return self._along(MODEL_AXES)
 
     @property
@@ -74,7 +74,7 @@ class MeshSizes:
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, EXPERT_SHARDS: dense // self.ep, "ep": self.ep}
 
     def fill(self, world: int) -> "MeshSizes":
-        """These sizes for `world` ranks.
+        """These mesh sizes filled up for `world` ranks.
 
         Raises:
             ConfigError: the product of the axes is not the number of ranks, or `ep` does not divide `dp_shard` x `tp`.

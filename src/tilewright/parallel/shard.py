@@ -39,7 +39,7 @@ LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded."""
+    """How a model is sharded by FSDP2."""
 
     reshard_after_forward: bool = True
     """Free a layer's gathered parameters after its forward pass (ZeRO-3). False keeps them until its backward pass is
@@ -49,7 +49,7 @@ class Sharding:
 
 
 def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Cut a model over the ranks of a mesh, in place. Its parameters are new objects: make the optimizer afterwards.
+    """Shard a model over the ranks of a mesh by FSDP2, in place. Its parameters are new: make the optimizer afterwards.
 
     One layer is one group, whose parameters are gathered together; what is outside of the layers is another. FSDP2
     takes one dtype per group, so modules whose trained parameters have another (norms and routers in FP32 beside

@@ -37,7 +37,7 @@ count in them."""
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that a component exchanges something with."""
+    """A group of ranks that a component exchanges something with."""
 
     rank: int = 0
     """This process's place among them."""
@@ -90,17 +90,17 @@ class World:
 
     @staticmethod
     def alone() -> "World":
-        """One process: no groups."""
+        """A world of one process: no groups."""
         return World()
 
     @property
     def rank(self) -> int:
-        """Among all."""
+        """This process's rank among all of the run."""
         return self.everyone.rank
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of processes of the run."""
         return self.everyone.size
 
     @property
@@ -149,7 +149,7 @@ class World:
             self.heartbeat.waits()
 
     def works(self) -> None:
-        """It goes on with the phase."""
+        """Record that this rank continues with the phase of the start."""
         if self.heartbeat is not None:
             self.heartbeat.works()
 
@@ -202,7 +202,7 @@ class World:
         return self.sizes.dp_replicate > 1 and not self.copies_apart
 
     def along(self, axis: str) -> Group:
-        """The ranks along an axis of the mesh, by its name; this rank alone where the mesh has none of that name.
+        """The group of ranks along an axis of the mesh, by its name; this rank alone where the mesh has none such.
 
         Args:
             axis: of `parallel.mesh.AXES`.
@@ -211,7 +211,7 @@ class World:
 
     @property
     def expert_shards(self) -> Group:
-        """The ranks that hold shards of the same experts."""
+        """The group of ranks that hold shards of the same experts."""
         mesh = self.expert_mesh
         return Group() if mesh is None or mesh[EXPERT_SHARDS].size() == 1 else _along(mesh, EXPERT_SHARDS)
 

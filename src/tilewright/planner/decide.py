@@ -51,7 +51,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A setting that is not what the recipe has."""
+    """A setting that a decision changes in the recipe."""
 
     name: str
     before: object

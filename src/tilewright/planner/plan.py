@@ -89,7 +89,7 @@ class Plan:
         return self.phase_bytes(self.peak_phase)
 
     def phase_bytes(self, phase: str) -> float:
-        """Device bytes of all owners at a phase."""
+        """Device bytes of all owners at a phase of the plan."""
         return sum(self.phases[phase].values())
 
     @property
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes on the host."""
+        """Bytes on the host by the plan."""
         return sum(self.host.values())
 
     @property
@@ -141,22 +141,22 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of an optimizer step."""
+        """Planned seconds of an optimizer step."""
         return sum(self.seconds.values())
 
     @property
     def known_step_s(self) -> float:
-        """Seconds of an optimizer step; 0 where they are not known."""
+        """Planned seconds of an optimizer step; 0 where they are not known."""
         return 0.0 if self.shape.unknown else self.step_s
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step."""
+        """Tokens of an optimizer step of the plan."""
         return self.recipe.train.global_batch_size * self.shape.seq_len
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second."""
+        """Planned tokens a second."""
         return self.tokens_per_step / self.step_s
 
     @property
@@ -223,12 +223,12 @@ class Plan:
         return MemoryPlan(layers=tuple(layers), **ends)
 
     def row_of(self, layer: int) -> PlanRow:
-        """The row of a layer by its number."""
+        """The row of the plan for a layer, by its number."""
         return next(row for row in self.rows if layer in row.indices)
 
     @property
     def ranks(self) -> list[RankRow]:
-        """The rows of each rank's memory."""
+        """The plan's rows of each rank's memory."""
         return rank_rows(self.shape, self.setting)
 
     def scaled(self, memory: float, time: float) -> "Plan":
@@ -285,7 +285,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """Time of a step and tokens/s, in words."""
+        """Planned time of a step and tokens/s, in words."""
         return f"{format_seconds(self.step_s)} a step, {format_count(self.tokens_per_s)} tokens/s"
 
     @property
@@ -352,7 +352,7 @@ class Plan:
         return sum(self.tracked[phase].values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain types for plan.json, in the memory tracker's words; None where it is not known."""
+        """The plan in plain types for plan.json, in the memory tracker's words; None where it is not known."""
         peak, unknown = max(self.tracked, key=self.tracked_bytes), self.shape.unknown
         known = {
             "peak_phase": peak,

@@ -63,7 +63,7 @@ class PlanFile:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The memory plan of the executors."""
+        """The memory plan of the plan file, for executors."""
         return MemoryPlan(layers=self.layers, **self.ends)
 
     def check_machine(self, machine: Machine) -> None:
@@ -78,7 +78,7 @@ class PlanFile:
             )
 
     def check_fit(self, expected: Plan) -> None:
-        """Raise FitError where the machine has not the memory.
+        """Raise FitError where the machine has not the memory that the plan file needs.
 
         Args:
             expected: what the plan takes here.
@@ -169,7 +169,7 @@ def is_plan_file(path: str | Path) -> bool:
 
 
 def read_plan(path: str | Path) -> PlanFile:
-    """A plan file.
+    """Read a plan file.
 
     Raises:
         ConfigError: no such file, not a plan, written by another version, or a layer missing or named twice.

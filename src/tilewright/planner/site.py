@@ -89,7 +89,7 @@ class Site:
         fixed: Constraints = Constraints(),  # noqa: B008 (frozen)
         open_formats: frozenset[str] = frozenset(),
     ) -> Planner:
-        """A planner of a recipe here."""
+        """A planner of a recipe at this site."""
         recipe, finder = self.at_mesh(recipe), self.shapes
         return Planner(recipe, self.vocab_size, self.machine, self.rates, open_formats, self.notes, fixed, finder)
 

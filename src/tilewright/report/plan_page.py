@@ -20,7 +20,7 @@ _SIZE = (1040, 300)
 def render_plan(
     plan: Plan, curve: Sequence[Plan], table: tuple[list[str], list[list[str]]], changes: Sequence[str]
 ) -> str:
-    """The page as HTML text.
+    """The page of a plan as HTML text.
 
     Args:
         plan: what is shown.

@@ -36,7 +36,7 @@ MISSING = "not recorded"
 
 @dataclass(frozen=True)
 class SummaryCard:
-    """One figure of the head of the page."""
+    """A card of the report's head: one figure."""
 
     label: str
     value: str
@@ -44,7 +44,7 @@ class SummaryCard:
 
 
 def learned(run: RunData) -> str:
-    """The course of the loss, in a sentence or two with numbers. No verdict: that is of `verdict.judge`."""
+    """Course of the run's loss for the report's head, with numbers. No verdict: that is of `verdict.judge`."""
     span, held, wall, tokens = loss_span(run), held_out_losses(run, "eval_all"), total_seconds(run), total_tokens(run)
     if span is None:
         return "No loss that is a number has been recorded." if run.steps else "No training step has been recorded yet."
@@ -66,7 +66,7 @@ def learned(run: RunData) -> str:
 
 
 def cards(run: RunData) -> Sequence[SummaryCard]:
-    """The figures of the head, always the same ones in the same order."""
+    """Cards of figures for the report's head, always the same ones in the same order."""
     span = loss_span(run)
     _, speeds = run.column("tokens_per_s")
     _, waits = run.column("wait_share")

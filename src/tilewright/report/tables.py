@@ -62,7 +62,7 @@ class EventRow:
 
 
 def event_rows(events: Sequence[Row]) -> list[EventRow]:
-    """Events in order; runs of evaluations, saves and overflows joined."""
+    """Rows of the table of events, in order; runs of evaluations, saves and overflows joined."""
     rows: list[EventRow] = []
     for event in events:
         kind = str(event.get("kind", ""))

@@ -7,12 +7,12 @@ from markupsafe import Markup
 
 
 def read(name: str) -> str:
-    """A file of this package."""
+    """Read a template file of this package."""
     return resources.files("tilewright.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def fill(name: str, **context: object) -> str:
-    """The template `name` as HTML text.
+    """Fill the template `name`; returns HTML text.
 
     Args:
         name: file of this package.

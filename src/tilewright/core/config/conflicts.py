@@ -21,7 +21,7 @@ _LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
-    """Every contradiction in a recipe whose single values are all right."""
+    """Every contradiction between settings of a recipe whose single values are all right."""
     of_recipe = (check(recipe) for check in _CHECKS)
     return [*itertools.chain(*of_recipe), *executor_conflicts(recipe, capabilities_of(recipe.executor))]
 

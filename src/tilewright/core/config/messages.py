@@ -58,7 +58,7 @@ def _start(value: object) -> str:
 
 
 def broken_text(path: str, value: object, place: str) -> Problem:
-    """A text that no file can hold and no path be."""
+    """The message about a text that no file can hold and no path be."""
     got = ascii(value)
     return Problem(
         f"{path} is not UTF-8 text, or holds a NUL",
@@ -70,7 +70,7 @@ def broken_text(path: str, value: object, place: str) -> Problem:
 
 
 def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
-    """A setting that the schema does not have."""
+    """The message about a setting that the schema does not have, with the nearest name."""
     section, _, name = path.rpartition(".")
     if path in schema.sections(root):
         return not_a_section(path, value, place, root)
@@ -92,7 +92,7 @@ def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] 
 
 
 def not_a_section(section: str, content: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
-    """A top-level key of a file that is no section, or a section that is no table."""
+    """The message about a top-level key of a file that is no section, or a section that is no table."""
     known = schema.sections(root)
     got = "" if isinstance(content, dict) else f"{section} = {toml_text(content)}"
     if section in known:
@@ -114,6 +114,6 @@ def not_a_section(section: str, content: object, place: str, root: type[BaseMode
 
 
 def by_line(problem: Problem) -> tuple[str, int]:
-    """Sorts problems of files by line; the others come after, in the order found."""
+    """Sort key of a message about a recipe file, by line; the others come after, in the order found."""
     file, _, number = problem.where.rpartition(":")
     return (file, int(number)) if file.endswith(".toml") and number.isdecimal() else ("~", 0)

@@ -120,7 +120,7 @@ def _layers(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def pattern_conflicts(model: ModelSection) -> Iterator[Conflict]:
-    """Problems of a list of layers that does not fit their number."""
+    """Contradictions between a list of layers and the model's number of them."""
     if model.layers and model.num_layers % model.period:
         yield Conflict(
             ("model.layers", "model.num_layers"),
@@ -132,7 +132,7 @@ def pattern_conflicts(model: ModelSection) -> Iterator[Conflict]:
 
 
 def layer_conflicts(shapes: Sequence[tuple[int, ...]]) -> Iterator[Conflict]:
-    """Settings of which no decoder can be made.
+    """Contradictions between settings of layers, of which no decoder can be made.
 
     Args:
         shapes: of each layer query heads, key/value heads (of latent attention as many), and hidden width.

@@ -27,7 +27,7 @@ _COMPARED = 80  # characters of a name that is compared with ours, which takes t
 
 @dataclass(frozen=True)
 class Field:
-    """One setting. `path` is `section.field`."""
+    """One setting of the recipe's schema. `path` is `section.field`."""
 
     path: str
     info: FieldInfo
@@ -39,7 +39,7 @@ class Field:
 
     @property
     def wants(self) -> str:
-        """Allowed values, in words."""
+        """Allowed values of a setting, in words."""
         if any(getattr(item, "func", None) is parse_bytes for item in self.info.metadata):
             return 'a size like "24GiB", "500MB" or 1024'
         either = _describe(self.info.annotation) + _bounds(self.info.metadata)
@@ -90,7 +90,7 @@ def is_section(info: FieldInfo) -> bool:
 
 
 def fields(root: type[BaseModel] = Recipe) -> Iterator[Field]:
-    """All settings, section by section."""
+    """All settings of the schema, section by section."""
     for section, model in sections(root).items():
         for name, info in model.model_fields.items():
             if not is_section(info):
@@ -98,7 +98,7 @@ def fields(root: type[BaseModel] = Recipe) -> Iterator[Field]:
 
 
 def find(path: str, root: type[BaseModel] = Recipe) -> Field | None:
-    """The setting `section.field`, or None."""
+    """Find the setting `section.field` in the schema, or None."""
     section, _, name = path.rpartition(".")
     model = _known(root).get(section)
     info = model.model_fields.get(name) if model is not None else None

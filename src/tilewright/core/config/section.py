@@ -16,7 +16,7 @@ EVERY = ("*",)
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, unknown keys forbidden, numbers not guessed from text."""
+    """Base of all sections of a recipe: immutable, unknown keys forbidden, numbers not guessed from text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 

@@ -29,7 +29,7 @@ _KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
 
 @dataclass(frozen=True)
 class TomlFile:
-    """A parsed file. `lines` maps `section` and `section.field` to line numbers from 1."""
+    """A parsed recipe file. `lines` maps `section` and `section.field` to line numbers from 1."""
 
     path: Path
     data: dict[str, object]
@@ -45,7 +45,7 @@ class TomlFile:
 
 
 def find_recipe(name: str | Path, *, folder: Path | None = None, where: str = "") -> Path:
-    """The file meant by a path or by the name of a shipped recipe; a file of that name comes first.
+    """Find the recipe file by path or by the name of a shipped recipe; a file of that name comes first.
 
     Args:
         name: path, or a name such as `default` or `default.toml`.
@@ -88,7 +88,7 @@ def _check_name(name: str | Path, where: str) -> None:
 
 
 def read_toml(path: Path) -> TomlFile:
-    """Parses a file.
+    """Read a recipe file in TOML, with the line of each setting.
 
     Raises:
         ConfigError: it cannot be read, is no UTF-8 text, or is no TOML; with the line where there is one.

@@ -25,7 +25,7 @@ Homes = tuple[Tier, Tier]
 
 
 def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, LayerMemory]:
-    """The plan of each layer group, by its name. Not the shared one, which is always on the device.
+    """The memory plan of each layer group, by its name. Not the shared one, which is always on the device.
 
     Raises:
         ConfigError: the memory plan is of another number of layers, cuts a layer group, or asks for what is not

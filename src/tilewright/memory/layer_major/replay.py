@@ -52,7 +52,7 @@ class _Taken:
 
 
 class Replay:
-    """Remembers calls by key until `clear`.
+    """Replays calls: keeps random draws and choices of experts by key until `clear`.
 
     Args:
         device: whose generator the layers draw from, in addition to that of the CPU.
@@ -64,7 +64,7 @@ class Replay:
         self._routers: dict[nn.Module, tuple[list[Router], bool]] = {}
 
     def record(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
-        """function(), remembered under `key`. Where it fails, nothing was drawn and nothing is remembered."""
+        """Run function(), with its random draws and expert choices recorded under `key`; nothing where it fails."""
         taken, before = _Taken(), torch_states(self._device)
         try:
             with self._choosing(layer, taken.choices):
@@ -79,7 +79,7 @@ class Replay:
         return out
 
     def replay(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
-        """function() with the draws and choices that were remembered."""
+        """Run function() with the random draws and expert choices that were recorded."""
         taken = self._taken[key]
         with drawing(taken.states), self._choosing(layer, taken.choices.rewind()):
             return function()
@@ -89,7 +89,7 @@ class Replay:
         return key in self._taken
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Forget the draws and choices of all calls."""
         self._taken.clear()
 
     @contextmanager

@@ -72,7 +72,7 @@ class RollbackBuffer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     def begin(self) -> None:
-        """A step begins: nothing is kept."""
+        """Begin a step with nothing kept for its rollback."""
         self._kept.clear()
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class RollbackBuffer:
 
     @torch.no_grad()
     def rollback(self, offloader: ParamOffloader) -> None:
-        """Give all kept tensors the values that they had; nothing is kept afterwards.
+        """Roll a step back: give all kept tensors their values of before; nothing is kept afterwards.
 
         Raises:
             HardwareError: the disk fails.
@@ -117,18 +117,18 @@ class RollbackBuffer:
         self._kept.clear()
 
     def commit(self) -> None:
-        """The step is good, and what was kept of no use any more."""
+        """Drop the copies of a step that is good."""
         self._kept.clear()
 
     @property
     def num_bytes(self) -> dict[Tier, int]:
-        """Bytes held by tier."""
+        """Bytes of kept copies for a rollback, by tier."""
         held: dict[Tier, int] = {"device": 0, "host": sum(len(buffer.memory) for buffer in self._buffers), "disk": 0}
         held[self.tier] += self._store.num_bytes
         return held
 
     def close(self) -> None:
-        """Give all room back."""
+        """Give all room of the rollback's copies back."""
         self._writer.shutdown()
         for buffer in self._buffers:
             unpin(buffer.memory, self.device)

@@ -29,7 +29,7 @@ MAX_UNDER_WAY = 2
 
 
 class DeviceActivations:
-    """Keeps the tensors as they are."""
+    """Keeps the layer inputs on the device, as they are."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, Sequence[Tensor]] = {}
@@ -38,7 +38,7 @@ class DeviceActivations:
         self._kept[key] = tensors
 
     def prefetch(self, key: Key) -> None:
-        """Nothing to do."""
+        """Nothing to do: layer inputs are on the device."""
 
     def get(self, key: Key) -> Sequence[Tensor]:
         return self._kept[key]
@@ -51,7 +51,7 @@ class DeviceActivations:
         return sum(tensor.nbytes for tensors in self._kept.values() for tensor in tensors)
 
     def forget(self, gone: Callable[[int], bool]) -> None:
-        """Nothing to do."""
+        """Nothing to do: layer inputs are on the device."""
 
     def close(self) -> None:
         self._kept.clear()
@@ -74,7 +74,7 @@ class _InStore:
 
 
 class HostActivations(_InStore):
-    """Copies to and from registered host memory on streams of their own."""
+    """Keeps layer inputs in registered host memory: copies to and from it on streams of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -136,7 +136,7 @@ class HostActivations(_InStore):
 
 
 class DiskActivations(_InStore):
-    """A thread writes and reads a file, in the order of the calls.
+    """Keeps layer inputs in a file, which a thread writes and reads in the order of the calls.
 
     Space is taken before bytes are written, so a full disk is found by `put` and not by the thread.
     """

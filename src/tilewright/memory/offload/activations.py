@@ -48,7 +48,7 @@ class _Entry:
 
 
 class ActivationStore:
-    """Tensors by (layer, micro-batch).
+    """Layer inputs between forward and backward, by (layer, micro-batch).
 
     Args:
         tier: device, host or disk; or those by layer, the device for layers that are not named.
@@ -127,7 +127,7 @@ class ActivationStore:
 
     @torch.no_grad()
     def put(self, layer: int, micro: int, x: Tensor, *, exact: bool = False, here: bool = False) -> None:
-        """Keep x. The caller may continue reading it and must not write into it.
+        """Keep the layer input x. The caller may continue reading it and must not write into it.
 
         Args:
             layer: number of the layer.
@@ -152,12 +152,12 @@ class ActivationStore:
         self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded, tier)  # from here on there is something to drop
 
     def prefetch(self, layer: int, micro: int) -> None:
-        """Begin to bring it to the device."""
+        """Begin to bring a layer input to the device."""
         self._keepers[self._entries[layer, micro].tier].prefetch((layer, micro))
 
     @torch.no_grad()
     def get(self, layer: int, micro: int) -> Tensor:
-        """The tensor on the device, without a graph. Not to be written into.
+        """The layer input on the device, without a graph. Not to be written into.
 
         Raises:
             KeyError: never put, or dropped.
@@ -170,17 +170,17 @@ class ActivationStore:
         return TiledTensor(parts[0], parts[1], ROW_TILE, E4M3).dequantize(entry.dtype).view(entry.shape)
 
     def drop(self, layer: int, micro: int) -> None:
-        """Free it."""
+        """Free a layer input."""
         self._keepers[self._entries.pop((layer, micro)).tier].drop((layer, micro))
 
     def clear(self) -> None:
-        """Free all, as when a step is given up."""
+        """Free all layer inputs, as when a step is given up."""
         for layer, micro in list(self._entries):
             self.drop(layer, micro)
 
     @property
     def num_bytes(self) -> dict[Tier, int]:
-        """Bytes held now by tier; what is on its way is not counted."""
+        """Bytes of layer inputs held now, by tier; those under way are not counted."""
         return {tier: keeper.num_bytes for tier, keeper in self._keepers.items()}
 
     def close(self) -> None:

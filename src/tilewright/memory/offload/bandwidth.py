@@ -19,7 +19,7 @@ from tilewright.memory.offload.transfer import make_transfer
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Bytes a second."""
+    """Rates of a tier in bytes a second."""
 
     read: float
     write: float
@@ -32,7 +32,7 @@ class LinkRates:
 def measure_link(
     tier: Tier, device: torch.device | str, *, folder: Path | str | None = None, slice_bytes: int, num_slices: int = 4
 ) -> LinkRates:
-    """Write and read `num_slices` layer groups one after another.
+    """Measure how fast a tier is: write and read `num_slices` layer groups one after another.
 
     Args:
         tier: host or disk.

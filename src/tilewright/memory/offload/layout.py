@@ -28,7 +28,7 @@ class Layout:
         return cls(places, end)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors in `flat` (uint8, at least `num_bytes`)."""
+        """The tensors of the layout in `flat` (uint8, at least `num_bytes`)."""
         return {
             name: flat[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for name, (start, shape, dtype) in self.places.items()

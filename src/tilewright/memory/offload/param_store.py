@@ -35,7 +35,7 @@ anyway."""
 
 
 class ParamOffloader:
-    """Brings layer groups to the device and takes them away.
+    """Brings the parameters of layer groups to the device and takes them away.
 
     Args:
         model: its parameters are real, or vacant (`lazy_params.to_placeholders`) where there are `values`.
@@ -107,7 +107,7 @@ class ParamOffloader:
         self._states_live.add(part.name)
 
     def release(self, part: LayerGroup, *, changed: bool) -> None:
-        """Free a layer group; what changed is written back."""
+        """Free a layer group's parameters; what changed is written back."""
         changed = changed and bool(part.trained)
         self.parameters.release(part.name, changed=changed)
         if part.name in self._states_live:
@@ -119,7 +119,7 @@ class ParamOffloader:
         return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
 
     def flush(self) -> None:
-        """Wait until all that was released is stored.
+        """Wait until all parameters and states that were released are stored.
 
         Raises:
             HardwareError: it cannot be written.

@@ -94,12 +94,12 @@ class PinnedBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all pinned buffers."""
         with self._lock:
             return sum(map(len, self._all))
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8, at least so many. Where none is free that is large enough, one takes the place of a smaller one.
+        """A pinned buffer, uint8, of at least so many bytes. Where none is large enough, it replaces a smaller one.
 
         Raises:
             FitError: the system has not so much memory.
@@ -116,7 +116,7 @@ class PinnedBuffers:
             return self._all[-1]
 
     def give(self, buffer: Tensor) -> None:
-        """Nothing copies to or from it any more."""
+        """Give a pinned buffer back; nothing copies to or from it any more."""
         with self._lock:
             self._free.append(buffer)
 

@@ -72,7 +72,7 @@ class _Slice:
 
 
 class OffloadPool:
-    """Layer groups of tensors in tiers.
+    """Pool of layer groups of tensors, each stored in its tier.
 
     Args:
         tier: where the bytes of a layer group lie while they are not used, if it is added without a tier.
@@ -227,7 +227,7 @@ class OffloadPool:
         return dict(item.tensors)
 
     def release(self, slice_id: Hashable, *, changed: bool) -> None:
-        """Let a layer group go; `changed` writes it back in the background."""
+        """Let a layer group of the pool go; `changed` writes it back in the background."""
         item = self._layer_groups[slice_id]
         if not item.live:
             raise AssertionError(f"layer group {slice_id!r} is not live")
@@ -302,7 +302,7 @@ class OffloadPool:
     # ---- moving ----
 
     def tier_of(self, slice_id: Hashable) -> Tier:
-        """Where a layer group is stored."""
+        """The tier in which a layer group is stored."""
         return self._layer_groups[slice_id].tier
 
     @property

@@ -47,7 +47,7 @@ class StagingBuffers:
         """The last time that a layer group was written back."""
 
     def make(self, transfer: Transfer, num_bytes: int, count: int) -> None:
-        """Make this many buffers, each for every layer group of at most `num_bytes`."""
+        """Make this many staging buffers, each for every layer group of at most `num_bytes`."""
         self.slots = [StagingBuffer(transfer.make_buffer(num_bytes)) for _ in range(count)]
 
     def drop(self) -> None:
@@ -58,7 +58,7 @@ class StagingBuffers:
         self.close()
 
     def close(self) -> None:
-        """Give the buffers back; nothing may be on its way any more."""
+        """Give the staging buffers back; nothing may be on its way any more."""
         for slot in self.slots:
             slot.buffer.close()
         self.slots = []

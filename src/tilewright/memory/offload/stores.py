@@ -42,7 +42,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Store(ABC):
-    """Bytes off the device. `in_memory`: the processor can reach them, by `view`."""
+    """A store of bytes off the device. `in_memory`: the processor can reach them, by `view`."""
 
     in_memory: bool
 
@@ -52,12 +52,12 @@ class Store(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rooms."""
+        """Bytes of all rooms of the store."""
         return sum(self.sizes.values())
 
     @abstractmethod
     def take(self, sizes: Mapping[Hashable, int]) -> None:
-        """Rooms of so many bytes under new keys.
+        """Take rooms of so many bytes in the store under new keys.
 
         Raises:
             FitError: they are not all there; none is taken then.
@@ -103,7 +103,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give all rooms back."""
+        """Give all rooms of the store back."""
 
 
 def make_store(tier: Tier, device: torch.device, folder: Path | str | None = None) -> Store:
@@ -125,7 +125,7 @@ def make_store(tier: Tier, device: torch.device, folder: Path | str | None = Non
 
 
 class HostStore(Store):
-    """An allocation of exactly its size per room, which a GPU reaches directly."""
+    """Host memory as a store: an allocation of exactly its size per room, which a GPU reaches directly."""
 
     in_memory = True
 
@@ -171,7 +171,7 @@ class HostStore(Store):
 
 
 class DiskStore(Store):
-    """A file without a name in `folder`, in which each room has its blocks from the start."""
+    """A file as a store, without a name in `folder`, in which each room has its blocks from the start."""
 
     in_memory = False
 
@@ -223,7 +223,7 @@ class DiskStore(Store):
         self._move(os.pwritev, "written", key, pieces)
 
     def fileno(self) -> int:
-        """The open file."""
+        """The open file of the disk store."""
         return self._file.fileno()
 
     def sync(self) -> None:

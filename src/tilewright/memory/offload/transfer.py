@@ -18,7 +18,7 @@ from tilewright.memory.offload.stores import Store
 
 @dataclass
 class Traffic:
-    """Traffic between store and device, in bytes, and how long the computation stood still for it."""
+    """Background traffic between store and device, in bytes, and how long the computation stood still for it."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -39,7 +39,7 @@ class Buffer:
 
 
 class Transfer:
-    """Moves bytes for a CPU; `CudaTransfer` does for a GPU.
+    """Copies bytes between a store's rooms and staging buffers in the background, on a CPU; `CudaTransfer` on a GPU.
 
     Args:
         store: the far end.
@@ -63,7 +63,7 @@ class Transfer:
     def load(
         self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None, after: Sequence[Future[None]]
     ) -> Future[None]:
-        """Fill a buffer's first bytes from a room.
+        """Fill a staging buffer's first bytes from a store's room, in the background.
 
         Args:
             mark: of the work that last used the buffer.
@@ -73,7 +73,7 @@ class Transfer:
         return self._reader.submit(self._load_after, key, buffer, mark, tuple(after))
 
     def save(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
-        """Write a buffer's first bytes to a room. The buffer must not change before the future is done."""
+        """Write a staging buffer to a store's room in the background. It must not change before the future is done."""
         self.traffic.written_bytes += self.store.sizes[key]
         return self._writer.submit(self._save_or_note, key, buffer, mark)
 
@@ -82,7 +82,7 @@ class Transfer:
         return self._reader.submit(self._read, key, host_bytes)
 
     def close(self) -> None:
-        """Wait for what is on its way, and end the threads. What failed stays in its future."""
+        """Wait for background copies under way, and end the threads. What failed stays in its future."""
         self._reader.shutdown()
         self._writer.shutdown()
 
@@ -118,7 +118,7 @@ class Transfer:
 
 
 class CudaTransfer(Transfer):
-    """Moves bytes for a GPU. The threads wait for their copies; the computation's stream does not."""
+    """Copies bytes in the background for a GPU. Threads wait for their copies; the computation's stream does not."""
 
     def __init__(self, store: Store, device: torch.device) -> None:
         super().__init__(store)
@@ -126,7 +126,7 @@ class CudaTransfer(Transfer):
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def make_buffer(self, num_bytes: int) -> Buffer:
-        """A buffer for transfers: see `Transfer`."""
+        """A staging buffer for background copies: see `Transfer`."""
         live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return Buffer(live, None if self.store.in_memory else pinned_empty(num_bytes, self.device))
 
@@ -164,5 +164,5 @@ class CudaTransfer(Transfer):
 
 
 def make_transfer(store: Store, device: torch.device) -> Transfer:
-    """The transfer for a device."""
+    """The transfer that copies in the background between store and a device of this kind."""
     return CudaTransfer(store, device) if device.type == "cuda" else Transfer(store)

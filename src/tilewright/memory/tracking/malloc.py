@@ -21,7 +21,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def find_mallinfo() -> Any:
-    """glibc's mallinfo2, None in other C libraries."""
+    """Find glibc's mallinfo2, its count of allocated bytes; None in other C libraries."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
     if function is not None:
         function.argtypes, function.restype = (), _MallInfo

@@ -139,7 +139,7 @@ def _scale_problem(name: str, qdata: StoredTensor, stored: Mapping[str, StoredTe
 
 
 def read_scale(weight: StoredWeight) -> Tensor:
-    """The scales of a weight, FP32 [GN, GK].
+    """The scales of an FP8 weight, FP32 [GN, GK].
 
     Raises:
         CheckpointError: a scale is infinite, NaN or negative.
@@ -161,7 +161,7 @@ def read_scale(weight: StoredWeight) -> Tensor:
 def read_block_rows(
     weight: StoredWeight, first_row: int = 0, num_rows: int | None = None
 ) -> Iterator[tuple[int, TiledTensor]]:
-    """A weight from top to bottom: (first row, matrix of these rows), in whole block rows of some megabytes.
+    """Read an FP8 weight top to bottom: (first row, matrix of these rows), in whole block rows of some megabytes.
 
     Args:
         weight: what to read.
@@ -261,12 +261,12 @@ class LazyWeight:
 
 
 def stored_bytes(shape: tuple[int, int]) -> int:
-    """Bytes of a weight's codes and scales."""
+    """Bytes of an FP8 weight's codes and scales."""
     return math.prod(shape) + 4 * math.prod(BLOCK_TILE.grid(shape))
 
 
 def encode_weight(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
-    """Codes and scales of a weight under their names in a file."""
+    """Encode a weight in FP8: codes and scales under their names in a file."""
     qdata, scale_inv = to_stored(weight_NK)
     return {name: qdata, name + SCALE_SUFFIX: scale_inv}
 
@@ -299,7 +299,7 @@ def has_even_blocks(shape: tuple[int, int]) -> bool:
 
 @torch.no_grad()
 def encode_folder(folder: Path, coded: Collection[str], rest: torch.dtype) -> None:
-    """Rewrite a folder that transformers wrote, file by file.
+    """Store matrices in FP8 in a model folder that transformers wrote: rewrite it file by file.
 
     Args:
         folder: holds safetensors, and an index where there are several.

@@ -21,7 +21,7 @@ _TEMPLATES = "additional_chat_templates/"
 
 
 class Hub:
-    """One repository of the hub.
+    """One repository of the Hugging Face Hub, and its cache on this machine.
 
     Args:
         repo: `org/name`.

@@ -38,14 +38,14 @@ class _Call:
 
 
 class Recorded(Tensor):
-    """A tensor on the meta device that knows how it is made."""
+    """A tensor on the meta device that knows how it is computed from stored ones."""
 
     made: "_Call | str"
     """A call, or the name of a stored tensor."""
 
     @classmethod
     def stored(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> "Recorded":
-        """A stored tensor."""
+        """A tensor of the meta device that stands for a stored one."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         tensor.made = name
         return tensor
@@ -67,7 +67,7 @@ class Recorded(Tensor):
 
 
 def read_rows(tensor: Recorded, start: int, stop: int, read: Read) -> Tensor:
-    """Rows `start` to `stop` - 1.
+    """Read rows `start` to `stop` - 1 of a tensor that is computed from stored ones.
 
     Args:
         tensor: of at least one dimension.

@@ -32,7 +32,7 @@ _HALF_HEAD = ("short_factor", "long_factor")
 
 
 def smaller(config: Mapping[str, Any], num_layers: int = 2) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The change of the config, in words, and the config; the smallest first, the last one with all layers whole.
+    """Smaller configs of a model with the change in words; the smallest first, the last one with all layers whole.
 
     Args:
         config: of a model.

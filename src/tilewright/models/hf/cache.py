@@ -45,7 +45,7 @@ class HFCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the key/value cache's tensors."""
         return sum(map(_held_bytes, self._layers))
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:

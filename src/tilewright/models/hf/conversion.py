@@ -21,7 +21,7 @@ _BLOCK_BYTES = 64 * 2**20
 
 
 def converted_values(net: Any, stored: Mapping[str, StoredTensor], copy_stored: InitialValues) -> InitialValues | None:
-    """Reads parameters and persistent buffers of a transformers model from a folder; None where some are not there.
+    """Reader of weights whose names or shapes transformers converts, from a folder; None where some are missing.
 
     Args:
         net: a `PreTrainedModel`, perhaps on the meta device, as transformers makes it.

@@ -41,16 +41,16 @@ class JoinedHFCache:
 
     @property
     def length(self) -> int:
-        """Positions of the longest row."""
+        """Positions of the longest of the joined rows."""
         return max(cache.length for cache in self._caches)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
+        """Bytes of the caches of all joined rows."""
         return sum(cache.num_bytes for cache in self._caches)
 
     def positions(self, device: torch.device) -> Tensor:
-        """[B, 1] int64: of the next token of each row."""
+        """Positions [B, 1] int64 of the next token of each joined row."""
         lengths = [cache.length for cache in self._caches]
         lengths += lengths[:1] * (self._width - len(lengths))
         return torch.tensor(lengths, device=device)[:, None]

@@ -29,7 +29,7 @@ def forward_arguments(
     positions_BS: Tensor | None = None,
     segments_BS: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments besides `input_ids` for one forward pass.
+    """Keyword arguments of a Hugging Face model's forward for packed rows, besides `input_ids`.
 
     Args:
         documents: see `probe.InputStyle`; with "rows" the rows are documents already.
@@ -56,7 +56,7 @@ def _takes(net: "PreTrainedModel", name: str) -> bool:
 
 
 def block_mask(segments_BS: Tensor, causal: bool, additive: torch.dtype | None = None) -> Tensor:
-    """[B, 1, S, S]: query row may look at key column. Boolean, or 0 and the lowest number of `additive`.
+    """Block mask of packed rows [B, 1, S, S]: query row may look at key column. Boolean, or 0 and lowest `additive`.
 
     Example:
         >>> block_mask(torch.tensor([[0, 0, 1]]), causal=True)[0, 0].int().tolist()

@@ -13,7 +13,7 @@ from tilewright.models.hf.rows import row_use
 
 
 def untrained_parts(net: nn.Module, whole: nn.Module | None, *, text: bool) -> tuple[list[str], float]:
-    """The parts that get no gradient, and their share of all parameters.
+    """Parts of a transformers architecture that get no gradient under a task, and their share of all parameters.
 
     Args:
         net: the task's model, built under `rows.real_integers`.

@@ -34,7 +34,7 @@ _PACKED: tuple[Documents, ...] = ("positions", "blocks")
 
 @dataclass(frozen=True)
 class InputStyle:
-    """How to call a model.
+    """How to call a Hugging Face language model so that packed documents do not see each other.
 
     Args:
         documents: how documents of a packed row are kept apart. "positions": the model does it where `position_ids`
@@ -83,7 +83,7 @@ def short_texts(vocab_size: int, device: torch.device) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def probe_language_model(net: "PreTrainedModel", vocab_size: int) -> InputStyle:
-    """Run the model a few times on two rows of eight tokens. Leaves weights, mode and random state alone."""
+    """Find how a language model must be called: run it a few times on two rows of eight tokens; it stays as it is."""
     probe = _Probe(net, vocab_size)
     with evaluation(net), eager():
         causal = probe.is_causal()

@@ -31,7 +31,7 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
 
 @dataclass
 class RowUse:
-    """The inputs that one forward pass read.
+    """The inputs of a row that one forward pass of a Hugging Face language model reads.
 
     Args:
         limits: for each position table the positions it has room for.

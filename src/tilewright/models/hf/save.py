@@ -24,7 +24,7 @@ def save_folder(
     extra: Mapping[str, Any],
     live: Callable[[str, Tensor], Tensor] | None,
 ) -> None:
-    """Write the folder; see `protocols.Model.save_hf`.
+    """Write a transformers model as a Hugging Face folder; see `protocols.Model.save_hf`.
 
     config.json is the model's own but for the dtype, and for `extra`. For FP8 the weights are written in FP32 first,
     then file by file in FP8, so the disk must hold them in FP32.

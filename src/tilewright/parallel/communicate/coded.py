@@ -35,7 +35,7 @@ EXACT = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class GatheredPart:
-    """The part of one parameter that each rank sends.
+    """The part of one parameter that each rank sends, as codes or as values.
 
     Args:
         numel: values of a rank, filled up to those of the first one.
@@ -49,7 +49,7 @@ class GatheredPart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's values, in their dtype.
+        """Bytes of a rank's part of a parameter as values, in their dtype.
 
         Example:
             >>> GatheredPart(300, torch.float32).nbytes, GatheredPart(300, torch.bfloat16, (3, 100)).sent_bytes
@@ -59,7 +59,7 @@ class GatheredPart:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends of the parameter."""
+        """Bytes that a rank sends of the parameter, as codes or as values."""
         if self.shape is None:
             return self.nbytes
         down, across = self.grid

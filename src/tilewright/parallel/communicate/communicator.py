@@ -44,7 +44,7 @@ from tilewright.parallel.communicate.wire import TILE, pack, sum_rows, unpack
 
 
 class Handle:
-    """An exchange under way.
+    """An exchange between ranks that is under way.
 
     Args:
         result: the tensor that has the result once `wait` has returned. It is not to be touched before.
@@ -67,7 +67,7 @@ class Handle:
         self._end: float | None = None
 
     def wait(self) -> Tensor:
-        """The result. On a GPU the stream waits for it, and not the host.
+        """Wait for the exchange; its result. On a GPU the stream waits for it, and not the host.
 
         Raises:
             RuntimeError: the exchange failed, as torch tells it: a rank is gone, or was waited for too long.
@@ -92,7 +92,7 @@ class Handle:
 
 
 class AsyncCommunicator:
-    """Exchanges of one group.
+    """Exchanges between the ranks of one group beside computation, in a wire format.
 
     Args:
         group: the ranks; None: this one alone, and nothing is sent. All of them make one of these, in the same order.
@@ -156,7 +156,7 @@ class AsyncCommunicator:
         self.wire = wire
 
     def async_all_reduce(self, tensor: Tensor, *, name: str = "") -> Handle:
-        """The sum over the ranks, in place.
+        """Begin an all-reduce: the sum over the ranks, in place.
 
         Args:
             tensor: contiguous, of one size on all ranks.
@@ -195,7 +195,7 @@ class AsyncCommunicator:
         )
 
     def async_all_gather(self, whole: Tensor, part: Tensor) -> Handle:
-        """The ranks' parts one after another, sent as they are.
+        """Begin an all-gather: the ranks' parts one after another, sent as they are.
 
         Args:
             whole: gets them, a flat tensor.
@@ -215,7 +215,7 @@ class AsyncCommunicator:
     def async_all_to_all(
         self, found: Tensor, sent: Tensor, gets: list[int] | None = None, sends: list[int] | None = None
     ) -> Handle:
-        """Rows to each rank, sent as they are.
+        """Begin an all-to-all: rows to each rank, sent as they are.
 
         Args:
             found: gets the rows from all ranks, in their order.

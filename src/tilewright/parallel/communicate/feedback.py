@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 class ErrorFeedback:
-    """The values that this rank's exchanges have lost, by name."""
+    """Error feedback: what this rank's exchanges have lost of gradients in a wire format, by name."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -43,7 +43,7 @@ class ErrorFeedback:
         return kept.to(device=like.device, dtype=torch.float32).view_as(like) * self.scale
 
     def keep(self, name: str, lost: Tensor) -> None:
-        """Note what was lost of it in this step.
+        """Note what the wire format lost of a gradient in this step.
 
         Args:
             name: as `owed` was asked.
@@ -52,7 +52,7 @@ class ErrorFeedback:
         self._new[name] = torch.nan_to_num(lost / self.scale, nan=0.0, posinf=0.0, neginf=0.0).to(DTYPE).flatten()
 
     def commit(self) -> None:
-        """The gradients of this step have changed the weights."""
+        """Commit the losses of this step's gradients, which have changed the weights."""
         self._kept |= self._new
         self._new = {}
 
@@ -63,13 +63,13 @@ class ErrorFeedback:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of the error feedback that are kept."""
         return sum(tensor.nbytes for part in (self._kept, self._new) for tensor in part.values())
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors that are kept between steps, by name: part of a checkpoint."""
+        """The error feedback's tensors between steps, by name: part of a checkpoint."""
         return dict(self._kept)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from `tensors()`."""
+        """Restore the error feedback from `tensors()`."""
         self._kept, self._new = dict(tensors), {}

@@ -33,7 +33,7 @@ class SumError:
         self._squares = {axis: (0.0, 0.0) for axis in self._axes}
 
     def add(self, axis: str, error: Tensor, total: Tensor) -> None:
-        """Note a share of a sum.
+        """Note the error of a share of a sum that ranks exchanged in a wire format.
 
         Args:
             axis: along which it is summed.

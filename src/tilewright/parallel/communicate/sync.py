@@ -23,7 +23,7 @@ from tilewright.parallel.world import Group, World
 
 
 class GradientSync:
-    """Communicators of a run. All ranks make one together.
+    """Synchronisation of gradients over a run's ranks: its communicators. All ranks make one together.
 
     Args:
         world: of the run; what is sent is counted in its `traffic`.
@@ -101,6 +101,6 @@ class GradientSync:
         return {} if self.feedback is None else {"gradients": self.feedback.nbytes}
 
     def applied(self) -> None:
-        """The weights are new."""
+        """Note that the summed gradients have changed the weights."""
         if self.feedback is not None:
             self.feedback.commit()

@@ -31,7 +31,7 @@ Kind = tuple[str, Operation, str]
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Sums over exchanges of one kind."""
+    """Sums over exchanges of one kind: bytes that a rank sent, and seconds."""
 
     sent_bytes: int = 0
     exchanges: int = 0
@@ -58,7 +58,7 @@ class Exchanged:
 
 
 class TrafficCounter:
-    """Counts what this rank exchanges. Threads may share it."""
+    """Counts the bytes that this rank sends to others. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -66,11 +66,11 @@ class TrafficCounter:
         self._taken: dict[Kind, Exchanged] = {}
 
     def sent(self, axis: str, operation: Operation, wire: str, sent_bytes: float) -> None:
-        """Count an exchange that begins."""
+        """Count the bytes of an exchange that begins."""
         self._add((axis, operation, wire), Exchanged(int(sent_bytes), 1))
 
     def took(self, axis: str, operation: Operation, wire: str, seconds: float, exposed: float) -> None:
-        """Count the time of one that has ended.
+        """Count the seconds of an exchange that has ended.
 
         Args:
             axis, operation, wire: as it began.
@@ -85,7 +85,7 @@ class TrafficCounter:
 
     @property
     def total(self) -> Mapping[Kind, Exchanged]:
-        """Since the counter was made."""
+        """Sums of all exchanges since the counter was made."""
         with self._lock:
             return dict(self._sums)
 
@@ -107,7 +107,7 @@ class TrafficCounter:
         return told | {f"sent_bytes.{'.'.join(kind)}": one.sent_bytes for kind, one in found.items() if one.sent_bytes}
 
     def take(self) -> dict[Kind, Exchanged]:
-        """Since the last call; kinds without an exchange are left out."""
+        """Take the exchanges counted since the last call; kinds without an exchange are left out."""
         with self._lock:
             found = {kind: now - self._taken.get(kind, Exchanged()) for kind, now in self._sums.items()}
             self._taken = dict(self._sums)
@@ -116,7 +116,7 @@ class TrafficCounter:
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Counts exchanges along one axis of the mesh.
+    """Counts bytes of exchanges along one axis of the mesh.
 
     Args:
         counter: of the rank.

@@ -24,20 +24,20 @@ class Transport(Protocol):
     size: int
 
     def all_to_all(self, rows_RB: Tensor) -> Tensor:
-        """Row r goes to rank r; gives the rows that came, in the order of the ranks."""
+        """Exchange rows of bytes: row r goes to rank r; gives the rows that came, in the order of the ranks."""
         ...
 
     def all_gather(self, row_B: Tensor) -> Tensor:
-        """This rank's row goes to all; gives the rows of all ranks [R, B]."""
+        """Gather rows of bytes: this rank's row goes to all; gives the rows of all ranks [R, B]."""
         ...
 
     def all_reduce(self, values: Tensor) -> None:
-        """The sum over the ranks, in place, as torch adds it."""
+        """Sum a tensor over the ranks, in place, as torch adds it."""
         ...
 
 
 class GroupTransport:
-    """A process group.
+    """Transport of rows of bytes over a process group of torch's.
 
     Args:
         group: of torch's, initialised.
@@ -94,7 +94,7 @@ class ExchangeThread:
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Queue a piece of work; its result or its error comes later."""
+        """Queue an exchange for the thread; its result or its error comes later."""
         future: Future[Any] = Future()
         self._queue.put((work, future))
         return future

@@ -19,7 +19,7 @@ from tilewright.parallel.agree import from_first, gather
 
 
 class WholeTensors:
-    """Tensors by name, of which each rank holds a part, all, or nothing.
+    """Whole tensors of a model by name, of which each rank holds a part, all, or nothing.
 
     Args:
         group: whose ranks all make one of these, over gloo; None for one process, whose tensors are whole.
@@ -41,7 +41,7 @@ class WholeTensors:
                     self.elsewhere[name] = torch.empty(shape, dtype=dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor with all its values; for the first rank, while the others serve. One that it has not is on the host.
+        """A whole tensor with all its values, for the first rank; others serve. One that it has not is on the host.
 
         Every rank that has a shard of it holds it whole for the moment.
         """

@@ -33,7 +33,7 @@ class ReplicaDifference:
 
 
 def checksum(tensor: Tensor) -> int:
-    """XXH3, 64 bits, of a tensor's bytes.
+    """Checksum of a tensor's bytes: XXH3, 64 bits.
 
     Args:
         tensor: of any shape, dtype and device.

@@ -44,7 +44,7 @@ class RankFailedError(HardwareError):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The rank that the others cannot continue without.
+    """A rank that failed, died or hangs, without which the others cannot continue.
 
     Args:
         record: its last one.
@@ -57,7 +57,7 @@ class RankEnd:
     """It has not ended, and does not go on."""
 
     def error(self, world: int, *, resumes: bool = True) -> RankFailedError:
-        """The error with which the other ranks end.
+        """The error of a failed rank, with which the other ranks end.
 
         Args:
             world: number of ranks.

@@ -79,17 +79,17 @@ class RankRecord:
 
     @property
     def place(self) -> tuple[int, int, int, bool]:
-        """How far it has got in the run."""
+        """How far the rank has got in the run."""
         return self.lap, self.step, self.moves, self.waiting and self.passes > 0
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """The numbers that stand still where it does nothing more."""
+        """The numbers that stand still where the rank does nothing more."""
         return (*self.place, self.passes, self.aside_moves, self.worked)
 
     @property
     def has_failed(self) -> bool:
-        """True if it said that it ends on an error."""
+        """True if the rank's record says that it ends on an error."""
         return self.end not in ("", ENDED)
 
     @property
@@ -99,7 +99,7 @@ class RankRecord:
 
 
 class Heartbeat:
-    """This rank's record. A context manager around the run: what ends the run is recorded.
+    """Writes this rank's signs of life. A context manager around the run: what ends the run is recorded.
 
     Args:
         folder: of the run.
@@ -173,7 +173,7 @@ class Heartbeat:
             self._set(moves=self._record.moves + 1, waiting=True)
 
     def works(self) -> None:
-        """It has waited, and goes on with the phase."""
+        """Record that this rank has waited, and continues with the phase."""
         with self._lock:
             self._set(waiting=False)
 
@@ -183,7 +183,7 @@ class Heartbeat:
             self._set(aside=phase, aside_moves=self._record.aside_moves + 1)
 
     def give_up(self) -> None:
-        """It has waited for others as long as it may."""
+        """Record that this rank has waited for others as long as it may."""
         with self._lock:
             self._set(timed_out=True)
 
@@ -200,7 +200,7 @@ class Heartbeat:
             self._map.flush()
 
     def close(self) -> None:
-        """Say that it ended, and stop counting."""
+        """Record that this rank ended, and stop counting."""
         self._thread.stop()
         with self._lock:
             self._set(end=self._record.end or ENDED)
@@ -262,7 +262,7 @@ class _Seen:
 
 
 class Watch:
-    """The view that one rank has of the others.
+    """Watches the signs of life of the other ranks.
 
     Args:
         folder: of the run.
@@ -278,7 +278,7 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, now: float) -> list[str]:
-        """The news: a rank that is silent, holds the others up, or goes on again.
+        """News of other ranks: one that is silent, holds the others up, or continues again.
 
         Args:
             now: seconds of a clock that never goes back.
@@ -333,7 +333,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(watch: Watch, tell: Callable[[str], None], every_s: float = BEAT_S) -> Iterator[None]:
-    """Look in a thread, and tell what is new.
+    """Look at the ranks' signs of life in a thread, and report news.
 
     Args:
         watch: of this rank.

@@ -42,7 +42,7 @@ class Meeting:
         self._timeout_s = timeout_s
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value by rank, as JSON has it.
+        """Gather every rank's value at the meeting, by rank, as JSON has it.
 
         Args:
             what: a name of its own in this run, for a user.

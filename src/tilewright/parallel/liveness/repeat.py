@@ -30,7 +30,7 @@ class Repeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, after the call that runs."""
+        """End the repeating thread, after the call that runs."""
         self._stop.set()
         self._thread.join()
 

@@ -22,7 +22,7 @@ def any_count(microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class Room:
-    """The limits of a step's micro-batches; the same on all ranks."""
+    """The room of a step's micro-batches for documents; the same on all ranks."""
 
     ranks: int
     """That read different documents."""

@@ -20,7 +20,7 @@ from tilewright.parallel.world import World
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The pipeline work of one rank in a step.
+    """The plan of a step on one rank of a pipeline: its micro-batches.
 
     Example:
         >>> one, other = ({"input_ids": torch.tensor([[token, 8]])} for token in (3, 4))

@@ -28,7 +28,7 @@ _AS_MANY: tuple[ScheduleName, ...] = ("1f1b", "dualpipe_v")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model is cut into stages, and in what order they work.
+    """How a model is cut into pipeline stages, and in what order they work.
 
     Example:
         >>> Pipeline(pp=2, schedule="interleaved", virtual=2).stages_of(1)
@@ -48,7 +48,7 @@ class Pipeline:
 
     @staticmethod
     def of(section: ParallelSection) -> "Pipeline":
-        """The one that a recipe asks for."""
+        """The pipeline that a recipe asks for."""
         return Pipeline(section.pp, section.schedule, section.stages_per_process, section.split)
 
     @property
@@ -63,7 +63,7 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """Number of pipeline stages of the whole model."""
         return self.pp * self.virtual
 
     def stages_of(self, rank: int) -> list[int]:
@@ -79,7 +79,7 @@ class Pipeline:
         return list(range(place, self.num_stages, self.pp))
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage.
+        """The rank of the pipeline that has a stage.
 
         Example:
             >>> [Pipeline(3, reverse=turned).rank_of(2) for turned in (False, True)]

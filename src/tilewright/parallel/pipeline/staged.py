@@ -144,12 +144,12 @@ class Staged:
 
     @property
     def has_first(self) -> bool:
-        """True if this rank has the first stage."""
+        """True if this rank has the first pipeline stage."""
         return self.row.rank == self.pipeline.rank_of(0)
 
     @property
     def has_last(self) -> bool:
-        """True if it has the last one."""
+        """True if this rank has the last pipeline stage."""
         return self.row.rank == self.pipeline.rank_of(self.pipeline.num_stages - 1)
 
     @property

@@ -40,7 +40,7 @@ class Change:
 
     @property
     def fits(self) -> bool:
-        """True if the run is accepted in its budget then."""
+        """True if the run with this change is accepted in its budget."""
         return self.plan.least_device <= self.plan.budget.device
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Change:
 
 
 def words(settings: Mapping[str, Any]) -> str:
-    """Settings as they are typed."""
+    """Changed settings as they are typed."""
     return " ".join(f"--{name} {value}" for name, value in settings.items())
 
 

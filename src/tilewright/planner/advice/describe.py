@@ -59,7 +59,7 @@ def _budgets(plan: Plan) -> str:
 
 
 def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
-    """One layer: what was decided, what it costs, and what each faster choice would need that is not there."""
+    """Explain one layer's plan: what was decided, its cost, and what each faster choice would need and lacks."""
     row = plan.row_of(layer)
     found = plan.shape.class_of(layer)
     lines = [
@@ -101,7 +101,7 @@ def kept_in_words(choice: LayerMemory) -> str:
 
 
 def in_words(choice: LayerMemory) -> str:
-    """All that is done with a layer."""
+    """All that a plan does with one layer, in words."""
     words = [f"parameters {choice.parameters}", f"states {choice.states}", kept_in_words(choice)]
     words += [f"MLP in {choice.mlp_chunks} tiles"] if choice.mlp_chunks > 1 else []
     words += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []

@@ -33,7 +33,7 @@ class PlannedEnergy:
 
     @property
     def joules(self) -> float:
-        """Energy of all units, in J."""
+        """Planned energy of all units, in J."""
         return self.units * self.watts * self.seconds
 
     @property
@@ -51,11 +51,11 @@ class PlannedEnergy:
 
     @property
     def words(self) -> str:
-        """The energy and its assumption in a line."""
+        """The planned energy and its assumption in a line."""
         return f"{'at most ' if self.boards else ''}{format_kwh(self.joules)}: {self.assumed}"
 
     def to_json(self) -> dict[str, Any]:
-        """The energy in JSON types."""
+        """The planned energy in JSON types."""
         told = {"kwh": self.joules / J_PER_KWH, "watts": self.watts, "assumed": self.assumed}
         return told | {"boards" if self.boards else "machines": self.units}
 

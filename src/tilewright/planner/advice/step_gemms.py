@@ -15,7 +15,7 @@ from tilewright.planner.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class StepGemm:
-    """A linear layer in one micro-batch."""
+    """A matmul of a step: a linear layer in one micro-batch."""
 
     rows: int
     num_in: int
@@ -32,7 +32,7 @@ class StepGemm:
 
 
 def step_gemms(shape: ModelShape, tokens: Sequence[int], units: Collection[str]) -> Mapping[StepGemm, int]:
-    """How often a step runs which.
+    """The matmuls of a step by shape and format, and how often each runs.
 
     Args:
         shape: the model.

@@ -67,12 +67,12 @@ class GlobalConfig:
 
     @property
     def can(self) -> Capabilities:
-        """The abilities of the executor."""
+        """The capabilities of the executor of this configuration."""
         return capabilities_of(self.executor)
 
     @classmethod
     def of(cls, recipe: Recipe) -> "GlobalConfig":
-        """The one that a recipe asks for."""
+        """The configuration of the whole model that a recipe asks for."""
         optim, shards = recipe.optim, Shards.of(recipe)
         rows = shards.rows(recipe)
         micro = min(recipe.train.micro_batch_size, rows)

@@ -83,7 +83,7 @@ def layer_cost(
     links: Links,
     matmuls: GemmCost | None = None,
 ) -> Cost:
-    """Bytes and seconds of one layer under a choice. `matmuls`: of this layer and setting, where they are there."""
+    """Bytes and seconds of one layer under a choice (`LayerMemory`). `matmuls`: of this layer and setting, if known."""
     matmuls = matmuls or GemmCost(found, setting.micro_batch_size, shape, rates)
     return LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).cost()
 
@@ -118,7 +118,7 @@ def forward_s(
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer under a choice."""
+    """The cost of one layer under a choice, in its parts."""
 
     found: LayerClass
     choice: LayerMemory
@@ -130,15 +130,15 @@ class LayerParts:
     matmuls: GemmCost
 
     def cost(self) -> Cost:
-        """All of it."""
+        """The cost of the layer: seconds of a step and bytes held."""
         return Cost.of(total_s(self.operations()), self.holdings())
 
     def holdings(self) -> list[Holding]:
-        """The bytes that the layer holds."""
+        """The bytes that one layer holds under its choice."""
         return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:
-        """The operations of a step on it."""
+        """The operations of a step on one layer under its choice."""
         if self.setting.can.one_micro_batch:
             return self._at_once()
         return self._in_visits()
@@ -259,12 +259,12 @@ class LayerParts:
 
     @property
     def group(self) -> int:
-        """Layers that run as one; an end of the model is alone."""
+        """Number of layers that run as one group; an end of the model is alone."""
         return min(self.setting.group, self.shape.num_layers) if self.found.indices != (-1,) else 1
 
     @property
     def waiting(self) -> float:
-        """Bytes of a layer's inputs that wait for backward: one for each group of layers."""
+        """Bytes of one layer's inputs that wait for backward: one for each group of layers."""
         layers = self.shape.num_layers
         return self.setting.num_micro * self.input * (-(-layers // self.group) / layers)
 
@@ -296,7 +296,7 @@ class LayerParts:
         return found._replace(seconds=size / written) if tier == "disk" and written else found
 
     def forward(self) -> dict[str, float]:
-        """Seconds of one micro-batch forward, by part."""
+        """Seconds of one micro-batch forward through one layer, by part."""
         return {
             "matmuls": self.matmul_s("fprop"),
             "attention": self.attention_s(),
@@ -306,11 +306,11 @@ class LayerParts:
         }
 
     def forward_s(self) -> float:
-        """The sum of these."""
+        """Seconds of one micro-batch forward through one layer."""
         return sum(self.forward().values())
 
     def backward(self) -> dict[str, float]:
-        """Seconds of one micro-batch backward, by part."""
+        """Seconds of one micro-batch backward through one layer, by part."""
         return {
             "matmuls": self.matmul_s("dgrad") + self.matmul_s("wgrad"),
             "attention": 2.5 * self.attention_s(),
@@ -326,7 +326,7 @@ class LayerParts:
         return {"quantize": self.found.coding.step / self.rates.bandwidth, "optimizer": self.optimizer_s()}
 
     def again_s(self) -> float:
-        """One micro-batch's recomputation."""
+        """Seconds of recomputing one layer for one micro-batch."""
         kind = self.choice.activations
         if kind == "keep":
             return 0.0
@@ -347,18 +347,18 @@ class LayerParts:
         return self.matmul_s("fprop") * self.found.mlp_flops / self.found.matmul_flops
 
     def matmul_s(self, which: Pass) -> float:
-        """Matmuls of one micro-batch."""
+        """Seconds of one layer's matmuls in one micro-batch."""
         return self.matmuls.seconds(which)
 
     def attention_s(self) -> float:
-        """Scores and values of one micro-batch, forward."""
+        """Seconds of one layer's attention (scores and values) in one micro-batch, forward."""
         slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
         share = 1.0 if self.shape.attention_share is None else self.shape.attention_share
         flops = share * self.rows * self.found.attention_flops
         return slower * flops / self.rates.attention[self.shape.matmul_format]
 
     def elementwise_s(self) -> float:
-        """Norms, activations and residuals of one micro-batch, forward and backward."""
+        """Seconds of one layer's norms, activations and residuals in one micro-batch, forward and backward."""
         rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.matmul_format]
         return self.found.moved(self.rows) / rate
 
@@ -380,7 +380,7 @@ class LayerParts:
         return (CAST_BYTES * self.found.cast + GRADIENT_BYTES * self.found.weights.trained) / self.rates.bandwidth
 
     def optimizer_s(self) -> float:
-        """Norm, clipping and update."""
+        """Seconds of the optimizer for one layer: norm, clipping and update."""
         trained, matrices = self.part.trained, self.part.matrices
         of_adam, of_muon = trained, 0.0
         if self.setting.optimizer == "muon" and matrices.elements:

@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Bytes a second to the device (`read`) and from it (`write`)."""
+    """Speed of a link of host or disk: bytes a second to the device (`read`) and from it (`write`)."""
 
     read: float
     write: float
@@ -105,7 +105,7 @@ def rank_speed(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> RankSpeed | None:
-    """Between so many ranks on this machine; None of one, and of GPUs, between which nothing is measured.
+    """Speed of the link between so many ranks on this machine; None of one, and of GPUs, which are not measured.
 
     Args:
         machine: a CPU.
@@ -124,7 +124,7 @@ def rank_speed(
 
 
 def known(machine: Machine, folder: str | Path, cache_dir: str | Path | None = None) -> dict[str, LinkSpeed]:
-    """Earlier measurements: "host" and "disk", as far as they are known. Measures nothing."""
+    """Link speeds from earlier measurements: "host" and "disk", as far as they are known. Measures nothing."""
     keys = {"host": _key("host", machine.device_name)} if machine.device != "cpu" else {}
     keys["disk"] = _key("disk", os.stat(existing(folder)).st_dev, machine.device)
     found = {name: _read(_path(key, cache_dir), LinkSpeed) for name, key in keys.items()}
@@ -181,6 +181,6 @@ def _cached(key: str, cache_dir: str | Path | None, refresh: bool, measured: Cal
 
 
 def unmeasured(machine: Machine) -> Links:
-    """Guessed speeds, for a plan of what a recipe takes."""
+    """Guessed speeds of links, for a plan of what a recipe takes."""
     host = GUESSED_HOST if machine.device == "cuda" else None
     return Links(host, GUESSED_DISK, "guessed: 25 GB/s of the host's link, 2 GB/s of the disk")

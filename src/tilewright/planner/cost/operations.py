@@ -22,7 +22,7 @@ equally fast on paper, the one that moves less."""
 
 
 class Operation(NamedTuple):
-    """One kind of work of a step, all micro-batches together."""
+    """One kind of work of a step on a stream, all micro-batches together."""
 
     visit: str
     part: str
@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     """The collective between ranks: gather, scatter, reduce or exchange."""
 
     def scaled(self, time: float) -> "Operation":
-        """This operation in `time` times the seconds."""
+        """This operation of a step in `time` times the seconds."""
         return self._replace(seconds=self.seconds * time)
 
 
@@ -44,7 +44,7 @@ Life = Literal["always", "kept", "gradients", "forward", "backward", "once"]
 
 
 class Holding(NamedTuple):
-    """Bytes of a layer."""
+    """Bytes that a layer holds: where and how long."""
 
     owner: str
     """As `cost.owners` has them."""
@@ -55,7 +55,7 @@ class Holding(NamedTuple):
 
 
 def computed(visit: str, parts: Mapping[str, float], times: int = 1) -> Iterator[Operation]:
-    """Computation of a visit, from the seconds of its parts in one of so many micro-batches."""
+    """Computation of a layer's visit, from the seconds of its parts in one of so many micro-batches."""
     return (Operation(visit, part, "compute", times * seconds) for part, seconds in parts.items())
 
 
@@ -66,7 +66,7 @@ def total_s(operations: Iterable[Operation]) -> float:
 
 
 def by_part(operations: Sequence[Operation]) -> dict[str, float]:
-    """Seconds of operations, summed by part."""
+    """Seconds of a step's operations, summed by part."""
     found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for one in operations:
         if one.stream in ("compute", "ranks"):

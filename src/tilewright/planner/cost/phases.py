@@ -59,7 +59,7 @@ class FixedBytes:
 
     @classmethod
     def of(cls, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, machine: Machine) -> "FixedBytes":
-        """The bytes of a setting."""
+        """The bytes of a setting that no choice of a layer changes."""
         rows = setting.micro_batch_size
         stream = float(rows * shape.seq_len * shape.dim * shape.stream_bytes)
         if not setting.can.one_micro_batch:

@@ -94,12 +94,12 @@ class Shards:
 
     @property
     def processes(self) -> int:
-        """The number of all ranks."""
+        """The number of all ranks that share the run."""
         return self.ranks * self.tp
 
     @property
     def cut(self) -> bool:
-        """True if a rank holds parts that are put together."""
+        """True if a rank holds parts of the model that are put together."""
         return self.count > 1 or self.experts_apart
 
     def notes(self, cpu: bool, measured: bool) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Shards:
         return f" of each of {self.processes} ranks" if self.processes > 1 else ""
 
     def words(self) -> str:
-        """Who shares the run; empty for one process.
+        """The ranks that share the run, in words; empty for one process.
 
         Example:
             >>> Shards(ranks=8, count=4).words(), Shards(ranks=2).words(), Shards(ranks=2, count=2, tp=2).words()
@@ -172,12 +172,12 @@ class Gathered:
 
     @property
     def rest(self) -> float:
-        """Parameters outside of the layers, put together."""
+        """Bytes of parameters outside of the layers, put together from all ranks' parts."""
         return self._of(self._rest)
 
     @property
     def largest(self) -> float:
-        """Parameters of the layer that has most, put together."""
+        """Bytes of parameters of the largest layer, put together from all ranks' parts."""
         return max((self._of(found.weights) for found in self.shape.classes), default=0.0)
 
     def layers(self, names: Collection[str]) -> float:
@@ -210,7 +210,7 @@ class Gathered:
 
     @property
     def rest_reduced(self) -> float:
-        """The buffer in which these are reduced."""
+        """The buffer in which sharded gradients of what is outside of the layers are reduced."""
         return float(self._rest.tensors.gradients(self.shards.count)) if self.shards.cut else 0.0
 
     @property

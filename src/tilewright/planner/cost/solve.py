@@ -43,7 +43,7 @@ class Cost:
 
     @classmethod
     def of(cls, seconds: float, holdings: Sequence[Holding]) -> "Cost":
-        """Sums of holdings by their life, or by their place where that is not the device."""
+        """Cost of a layer from its holdings, summed by their life, or by their place where that is not the device."""
         found: dict[str, float] = {}
         for one in holdings:
             name = _SUMS[one.life] if one.place == "device" else one.place
@@ -51,7 +51,7 @@ class Cost:
         return cls(seconds, **found, holdings=tuple(one for one in holdings if one.bytes))
 
     def for_phase(self, transient: Transient) -> float:
-        """Bytes on the device while this layer runs."""
+        """Bytes on the device while this layer runs in a phase."""
         return {"none": 0.0, "forward": self.forward, "backward": self.backward}[transient]
 
 
@@ -118,7 +118,7 @@ class Answer:
 
 
 def phase_bytes(problem: PlanProblem, phase: Phase, counts: Counts) -> float:
-    """Device bytes of a phase."""
+    """Device bytes of a phase under an answer's counts."""
     total, running = phase.base, 0.0
     for group, row in zip(problem.groups, counts, strict=True):
         for cost, count in zip(group.costs, row, strict=True):
@@ -132,12 +132,12 @@ def phase_bytes(problem: PlanProblem, phase: Phase, counts: Counts) -> float:
 
 
 def host_bytes(problem: PlanProblem, counts: Counts) -> float:
-    """Bytes of the host."""
+    """Bytes of the host under an answer's counts."""
     return problem.host_base + _total(problem, counts, "host")
 
 
 def seconds(problem: PlanProblem, counts: Counts) -> float:
-    """Seconds of the layers."""
+    """Seconds of the layers under an answer's counts."""
     return _total(problem, counts, "seconds")
 
 

@@ -44,7 +44,7 @@ def held_bytes(shape: ModelShape, tokens: int, at_once: int) -> float:
 
 
 def forward_bytes(shape: ModelShape, rows: int) -> float:
-    """While it runs on a micro-batch of so many rows, in addition."""
+    """Bytes while the teacher runs on a micro-batch of so many rows, in addition."""
     if shape.teacher is None or not shape.teacher.runs:
         return 0.0
     model = shape.teacher.model

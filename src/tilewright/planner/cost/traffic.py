@@ -63,7 +63,7 @@ class RankSpeed:
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """Bytes of a step on one rank."""
+    """Bytes that one rank exchanges with others in a step, by collective."""
 
     gather: float = 0.0
     scatter: float = 0.0
@@ -95,16 +95,16 @@ class RankTraffic:
         return cls(num_micro * passes, times * scattered, reduced, copied)
 
     def plus(self, other: "RankTraffic") -> "RankTraffic":
-        """The sum of both."""
+        """This traffic of a rank plus another, in bytes."""
         return RankTraffic(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def times(self, number: float) -> "RankTraffic":
-        """These bytes, multiplied."""
+        """This traffic of a rank, multiplied."""
         return RankTraffic(*(number * getattr(self, one.name) for one in fields(self)))
 
     @property
     def total(self) -> float:
-        """Bytes of all collectives."""
+        """Bytes of all collectives of a step."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def sent(self, shards: Shards) -> dict[str, float]:
@@ -152,7 +152,7 @@ def communication(
 
 @dataclass(frozen=True)
 class CutPasses:
-    """Bytes of whole tensors, of one micro-batch through one layer."""
+    """Traffic of ranks that cut a layer: bytes of whole tensors, of one micro-batch through one layer."""
 
     forward: RankTraffic = RankTraffic()
     again: RankTraffic = RankTraffic()
@@ -160,12 +160,12 @@ class CutPasses:
     backward: RankTraffic = RankTraffic()
 
     def plus(self, other: "CutPasses") -> "CutPasses":
-        """The sum of both."""
+        """This traffic of cut layers plus another, in bytes."""
         return CutPasses(*(getattr(self, one.name).plus(getattr(other, one.name)) for one in fields(self)))
 
 
 def routed_layer(found: LayerClass, recipe: Recipe, rows: int, ep: int) -> CutPasses:
-    """Bytes of one layer whose experts are on several ranks.
+    """Traffic of one layer whose experts are on several ranks, in bytes.
 
     Args:
         found: the layer.
@@ -183,7 +183,7 @@ def routed_layer(found: LayerClass, recipe: Recipe, rows: int, ep: int) -> CutPa
 
 
 def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
-    """Bytes of one layer whose matrices are cut over ranks.
+    """Traffic of one layer whose matrices are cut over ranks, in bytes.
 
     Args:
         found: the layer.
@@ -220,7 +220,7 @@ def cut_layer(found: LayerClass, shape: ModelShape, recipe: Recipe, rows: int, t
 
 
 def cut_ends(shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int) -> CutPasses:
-    """Bytes of the embedding and the head.
+    """Traffic of the embedding and the head where ranks cut them, in bytes.
 
     Args:
         shape, recipe, rows, tp, shards: see `cut_layer`.

@@ -48,7 +48,7 @@ def measured_again(
 def reached(
     machine: Machine, known: Ceilings, formats: Collection[str], times: float, cache_dir: str | Path | None = None
 ) -> Ceilings:
-    """The known rates with matmuls so many times as fast, as the steps of a run have shown; the cache learns of it.
+    """The machine's rates with matmuls so many times as fast, as a run's steps have shown; the cache learns of it.
 
     Args:
         machine: the one at hand.
@@ -64,7 +64,7 @@ def reached(
 
 
 def replaced(known: Ceilings, fresh: Ceilings) -> Ceilings:
-    """Known rates with those in their place that were measured again."""
+    """Known rates of the machine with those in their place that were measured again."""
     return _of_both(known, fresh, lambda old, new: new, lambda old, new: new, fresh)
 
 

@@ -47,7 +47,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured rates. Matmul formats: fp32, bf16, fp16, on CUDA also tf32, and fp8 where a unit multiplies it.
+    """Measured rates of a machine. Matmul formats: fp32, bf16, fp16, on CUDA also tf32, and fp8 where a unit has it.
 
     `matmul`: FLOP/s of the three GEMMs of a linear layer by format and width (features in = out), what they take before
     the first row left out. `start`: that, in seconds of the three: calls, and work on the weight alone.
@@ -143,7 +143,7 @@ class Ceilings:
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> "Ceilings":
-        """The object from the result of `to_json`.
+        """The machine's rates from the result of `to_json`.
 
         Raises:
             ValueError: written by another version of this file.
@@ -197,7 +197,7 @@ def measure(
 
 
 def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | None:
-    """The earlier measurement; None where there is none. Measures nothing."""
+    """The earlier measurement of this machine's rates; None where there is none. Measures nothing."""
     folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     found = _read(folder / "ceilings" / f"{_key(machine)}.json")
     return None if found is None else found.slowed(machine.core_share)

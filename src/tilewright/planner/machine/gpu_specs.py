@@ -123,7 +123,7 @@ TABLE = {
 
 
 def find_published(name: str) -> GpuSpec:
-    """A row of the table by its name.
+    """Find the published rates of a GPU by its name.
 
     Raises:
         ConfigError: not in the table.

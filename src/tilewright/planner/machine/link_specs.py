@@ -16,7 +16,7 @@ LINK_GUESS = f"guessed: collectives reach {LINK_REACH:.0%} of a link's published
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """A link as its maker describes it.
+    """A link between GPUs as its maker describes it: published speeds.
 
     `rate`: bytes/s in one direction. `latency_s`: of a message (guess).
     """
@@ -54,7 +54,7 @@ _OF_GPU = {
 
 
 def links_of(gpu: str) -> tuple[LinkSpec, LinkSpec]:
-    """The links inside a node and out of it, as machines with this GPU are sold.
+    """The published links inside a node and out of it, as machines with this GPU are sold.
 
     Example:
         >>> [one.name for one in links_of("h100")]
@@ -65,7 +65,7 @@ def links_of(gpu: str) -> tuple[LinkSpec, LinkSpec]:
 
 
 def find_link(name: str, place: str = "inter") -> LinkSpec:
-    """A link by its name.
+    """Find a link between GPUs by its name.
 
     Args:
         name: of the table.

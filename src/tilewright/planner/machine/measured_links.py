@@ -27,7 +27,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, config=_STRICT)
 class LinkPoint:
-    """An exchange that was measured.
+    """One measured exchange between ranks.
 
     `tensor_bytes`: of the whole tensor, as its values are in memory. `sent_bytes`: that one rank sends to others, in
     the format of the wire. `seconds`: until the last rank has its result; the median of several.
@@ -48,7 +48,7 @@ class LinkFit:
     latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
     def seconds(self, sent_bytes: float) -> float:
-        """Seconds of one exchange.
+        """Seconds of one exchange between ranks by the fit.
 
         Example:
             >>> LinkFit(1e9, 1e-3).seconds(10**9)
@@ -74,7 +74,7 @@ class MeasuredLinks:
         return fitted([(one.sent_bytes, one.seconds) for one in found]) if found else None
 
     def fits(self) -> dict[tuple[LinkOperation, str], LinkFit]:
-        """All that were measured, by operation and format."""
+        """All fitted exchanges between ranks, by operation and format."""
         found: dict[tuple[LinkOperation, str], LinkFit] = {}
         for one in self.points:
             fit = self.fit(one.operation, one.format)

@@ -113,7 +113,7 @@ class Load:
 
 
 class RateProbe:
-    """Measures one device through `kernels`. Sizes are larger on CUDA, so that launches do not count.
+    """Measures the rates of one device through `kernels`. Sizes are larger on CUDA, so that launches do not count.
 
     Args:
         kernels: implementations to measure.

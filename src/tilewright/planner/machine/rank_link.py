@@ -36,7 +36,7 @@ Operations = Sequence[tuple[LinkOperation, WireName]]
 
 
 def measure(ranks: int, progress: Callable[[str], None] | None = None) -> dict[str, float]:
-    """Bytes a second by name of `cost.traffic.RankSpeed`.
+    """Measure exchanges between ranks over gloo: bytes a second by name of `cost.traffic.RankSpeed`.
 
     Args:
         ranks: processes, each with one thread.

@@ -51,7 +51,7 @@ BUSY = 0.1
 
 
 def known(key: str, cache_dir: str | Path | None = None) -> dict[str, StepShare]:
-    """Shares by recipe and precision; none where none were kept, or they cannot be read, which is reported.
+    """Shares of the matmuls' rate by recipe and precision; none where none can be read, which is reported.
 
     Args:
         key: of the machine's `Ceilings`.
@@ -68,7 +68,7 @@ def known(key: str, cache_dir: str | Path | None = None) -> dict[str, StepShare]
 
 
 def keep(key: str, name: str, share: StepShare, cache_dir: str | Path | None = None) -> None:
-    """Keep a measurement, in the place of an earlier one of this name.
+    """Keep the share of the matmuls' rate that a step reached, in the place of an earlier one of this name.
 
     Args:
         key: of the machine's `Ceilings`.

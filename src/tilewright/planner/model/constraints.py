@@ -48,7 +48,7 @@ class Constraints:
     """Of each layer by its number, where layers differ in it; then the rest of this is about embedding and head."""
 
     def of(self, indices: Sequence[int]) -> "Constraints":
-        """The constraints of these layers, which do not differ; (-1,) is embedding or head."""
+        """Constraints on the choices for these layers, which do not differ; (-1,) is embedding or head."""
         return self.layers[indices[0]] if self.layers and indices[0] >= 0 else self
 
     def tiers(self, which: Literal["parameters", "states"], there: Iterable[Tier]) -> list[Tier]:

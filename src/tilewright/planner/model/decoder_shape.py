@@ -45,7 +45,7 @@ ones (measured, docs/log.md: 5.2 at 512 positions, where a plan's rate of attent
 
 
 def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> ModelShape:
-    """The shape in one precision mode."""
+    """The shape of our own decoder in one precision mode."""
     assert skeleton.config is not None
     config, seq_len = skeleton.config, recipe.data.seq_len
     compiled = recipe.train.compile == "on" or compiles_layers(

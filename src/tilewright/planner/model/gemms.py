@@ -54,7 +54,7 @@ class LinearGemm:
 def matmuls_of(
     model: nn.Module, decided: ConversionPlan, shares: Mapping[str, float] | float = 1.0
 ) -> tuple[LinearGemm, ...]:
-    """Linear layers and the router, in the model's order, with their formats.
+    """The matmuls of a model: linear layers and the router, in the model's order, with their formats.
 
     Args:
         model: on the meta device.

@@ -59,7 +59,7 @@ def _moving_as(found: Trace, plain: Trace) -> Trace:
 def foreign_shape(
     skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine, traced: tuple[Trace, Trace] | str
 ) -> ModelShape:
-    """The shape; of a model that could not be traced its weights alone."""
+    """The shape of a Hugging Face model; of one that could not be traced its weights alone."""
     model = skeleton.model
     embedding, layers, head = skeleton.weights(
         policy, ep=recipe.parallel.ep, tp=recipe.parallel.tp, coded=skeleton.gathered_coded(policy, recipe.parallel)

@@ -35,7 +35,7 @@ class Line:
         return Line(self.fixed + more.fixed, self.per_row + more.per_row)
 
     def times(self, factor: float) -> "Line":
-        """This quantity, multiplied."""
+        """This quantity of rows, multiplied."""
         return Line(factor * self.fixed, factor * self.per_row)
 
     def covering(self, other: "Line") -> "Line":
@@ -126,7 +126,7 @@ class LayerClass:
 
     @property
     def count(self) -> int:
-        """Layers of the class."""
+        """Number of layers of the class."""
         return len(self.indices)
 
     def covering(self, other: "LayerClass") -> "LayerClass":
@@ -217,17 +217,17 @@ class ModelShape:
 
     @property
     def weights(self) -> Weights:
-        """Weights of the whole model."""
+        """Weights of the whole model's shape."""
         return sum((found.weights.times(found.count) for found in self.classes), self.embedding + self.head)
 
     @property
     def num_parameters(self) -> int:
-        """The number of all parameters."""
+        """The number of all parameters of the model."""
         return self.weights.count
 
     @property
     def foreign(self) -> bool:
-        """True if its layers are not ours, and run operation by operation."""
+        """True if the model's layers are not ours, and run operation by operation."""
         return any(found.operations for found in (*self.classes, self.rest))
 
     def known(self) -> "ModelShape":
@@ -318,7 +318,7 @@ class ModelShape:
         return replace(self, classes=tuple(classes))
 
     def class_of(self, layer: int) -> LayerClass:
-        """The class of a layer by its number."""
+        """The class of one layer of the model, by its number."""
         return next(found for found in self.classes if layer in found.indices)
 
 

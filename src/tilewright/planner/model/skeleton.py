@@ -51,12 +51,12 @@ class Skeleton:
 
     @property
     def serves_all(self) -> bool:
-        """True if it is the same for all executors."""
+        """True if the skeleton is the same for all executors."""
         return bool(self.model.layers)
 
     @property
     def layers(self) -> list[nn.Module]:
-        """One of each class."""
+        """The skeleton's layers, one of each class."""
         return [self.model.get_submodule(name) for name in self.names]
 
     def class_name(self, *, experts: bool = False) -> str:
@@ -64,7 +64,7 @@ class Skeleton:
         return "layer" if len(self.names) == 1 else "experts" if experts else "dense"
 
     def outside(self) -> Iterator[nn.Module]:
-        """Modules around the layers."""
+        """Modules of the skeleton around the layers."""
         inside = tuple(f"{name}." for name in self.names)
         for name, module in self.model.named_modules():
             if name not in self.names and not name.startswith(inside):

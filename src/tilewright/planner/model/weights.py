@@ -162,7 +162,7 @@ class Tensors:
         )
 
     def gradients(self, shards: int) -> int:
-        """Bytes of their FP32 gradients in the same layout."""
+        """Bytes of the FP32 gradients of parameters put together from all ranks' parts."""
         return self._padded(shards, lambda kind: _WIDE if kind.trained else 0)
 
     def copied(self, shards: int) -> int:
@@ -222,11 +222,11 @@ class Weights:
         return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, number: int) -> "Weights":
-        """Weights of `number` equal parts."""
+        """Weights of `number` equal parts of a model."""
         return Weights(*(number * getattr(self, f.name) for f in fields(self)))
 
     def part(self, shards: int, rank: int = 0) -> "Weights":
-        """The part of them that a rank holds; the first one holds most."""
+        """The part of these weights that a rank holds; the first one holds most."""
         if shards == 1 and all(kind.times == 1 for kind in self.tensors.kinds):
             return self
         total = Weights()

@@ -14,7 +14,7 @@ _SIZE = (1080, 250)
 
 
 def mixing_figure(run: RunData) -> Figure | None:
-    """Weights above, perplexity of the held-out batches that the policy was shown below."""
+    """Figure of moving mixture weights, above perplexity of the held-out batches that the policy was shown."""
     rows = [
         (step, number_tables(row.get("domains"))) for row in run.kinds("mix_eval") if (step := _step(row)) is not None
     ]

@@ -27,7 +27,7 @@ _MOST_BARS = 6000
 
 @dataclass(frozen=True)
 class PipelineView:
-    """Figure and tables of a pipeline on the page."""
+    """Figure and tables of a measured pipeline on the report's page."""
 
     figures: Sequence[Figure]
     causes: Sequence[tuple[str, Sequence[str]]]

@@ -26,7 +26,7 @@ SHOWN = 200
 
 
 def map_figure(run: RunData) -> Figure | None:
-    """Which format each matmul of each layer had at each sample."""
+    """Figure of the format that each matmul of each layer had at each sample."""
     history = run.history
     if history is None or not history.samples:
         return None
@@ -50,7 +50,7 @@ def map_figure(run: RunData) -> Figure | None:
 
 
 def underflow_figure(run: RunData) -> Figure | None:
-    """Underflow of input, weight and gradient at each sample."""
+    """Figure of the underflow of input, weight and gradient at each sample."""
 
     def worst(layer: LayerStats) -> tuple[float, str] | None:
         found = [(part.underflow, name) for name, part in layer.tensors.items()]
@@ -67,7 +67,7 @@ def underflow_figure(run: RunData) -> Figure | None:
 
 
 def sqnr_figure(run: RunData) -> Figure | None:
-    """Signal to noise of the matmuls in FP8 at each sample."""
+    """Figure of the signal to noise of the matmuls in FP8 at each sample."""
 
     def worst(layer: LayerStats) -> tuple[float, str] | None:
         found = [(part.sqnr_db, name.partition(".")[0]) for name, part in layer.matmuls.items() if "fp8" in name]
@@ -152,7 +152,7 @@ _RULES = {"gzip": 6, "xz": 7}
 
 
 def bits_figure(run: RunData) -> Figure | None:
-    """Held-out bits per byte, of all text and by domain; None where targets are not text."""
+    """Figure of held-out bits per byte, of all text and by domain; None where targets are not text."""
     points = held_out_bits(run)
     if not points:
         return None

@@ -53,7 +53,7 @@ MARKED = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its words.
+    """A chart of the report with its words.
 
     `legend`: (colour, name, latest value). `note`: what was measured too. `reading`: how the picture is read.
     """
@@ -66,7 +66,7 @@ class Figure:
 
 
 def loss_figure(run: RunData) -> Figure | None:
-    """Training loss, raw and smoothed, held-out loss, and the moments where something changed."""
+    """Figure of training loss, raw and smoothed, held-out loss, and the moments where something changed."""
     steps, losses = run.column("loss")
     if not steps:
         return None
@@ -102,7 +102,7 @@ def domain_colours(run: RunData) -> dict[str, int]:
 
 
 def perplexity_figure(run: RunData) -> Figure | None:
-    """Held-out perplexity of each domain."""
+    """Figure of the held-out perplexity of each domain."""
     domains = {name: points for name, points in domain_losses(run).items() if points}
     if not domains:
         return None
@@ -123,7 +123,7 @@ def perplexity_figure(run: RunData) -> Figure | None:
 
 
 def norm_figure(run: RunData) -> Figure | None:
-    """Gradient norm over time, with the bound it is clipped to."""
+    """Figure of the gradient norm over time, with the bound it is clipped to."""
     steps, norms = run.column("grad_norm")
     if not steps:
         return None
@@ -187,7 +187,7 @@ def loss_scale_figure(run: RunData) -> Figure | None:
 
 
 def rate_figure(run: RunData) -> Figure | None:
-    """Learning rate over time."""
+    """Figure of the learning rate over time."""
     steps, rates = run.column("lr")
     if not steps:
         return None
@@ -199,7 +199,7 @@ def rate_figure(run: RunData) -> Figure | None:
 
 
 def throughput_figure(run: RunData) -> Figure | None:
-    """Tokens a second, with the plan's prediction."""
+    """Figure of tokens a second, with the plan's prediction."""
     steps, speeds = run.column("tokens_per_s")
     if not steps:
         return None
@@ -218,7 +218,7 @@ def throughput_figure(run: RunData) -> Figure | None:
 
 
 def wait_figure(run: RunData) -> Figure | None:
-    """Share of the step time spent waiting for data."""
+    """Figure of the share of the step time spent waiting for data."""
     steps, shares = run.column("wait_share")
     if not steps:
         return None
@@ -235,7 +235,7 @@ def wait_figure(run: RunData) -> Figure | None:
 
 
 def memory_figure(run: RunData) -> Figure | None:
-    """Measured bytes by owner over time."""
+    """Figure of measured bytes by owner over time."""
     rows = [row for row in run.steps if "memory" in row]
     if len(rows) < 2:
         return None
@@ -251,7 +251,7 @@ def memory_figure(run: RunData) -> Figure | None:
 
 
 def memory_bars_figure(run: RunData) -> Figure | None:
-    """Planned against measured bytes by owner, at the peak of each."""
+    """Figure of planned against measured bytes by owner, at the peak of each."""
     phase, planned = planned_peak(run)
     measured: Row = peak_memory_row(run, with_owners=True) or peak_memory_row(run) or {}
     owned: Mapping[str, float] = measured.get("memory") or {}

@@ -11,7 +11,7 @@ _SIZE = (760, 420)
 
 
 def tradeoff_svg(found: SearchResult, title: str) -> str:
-    """The curve of fastest policies over budgets, with the chosen policy and the usual choices marked.
+    """Picture of a search for a policy: fastest policies over budgets, the chosen one and the usual choices marked.
 
     Args:
         found: what a search found.

@@ -34,7 +34,7 @@ def write_build_page(account: BuildAccount) -> Path:
 
 
 def render_build(account: BuildAccount) -> str:
-    """The page as HTML text."""
+    """The page of a data build as HTML text."""
     shown = account.reasons[:_MOST_REASONS]
     return fill(
         "build.html",

@@ -19,7 +19,7 @@ _CONTROLS = {
 
 @dataclass(frozen=True)
 class CompressTable:
-    """A table of the page."""
+    """A table of a compression's page."""
 
     title: str
     lead: str
@@ -28,7 +28,7 @@ class CompressTable:
 
 
 def verdict_of(record: Mapping[str, Any]) -> str:
-    """The result in a sentence; of a compression that was stopped, that.
+    """The verdict of a compression in a sentence; of one that was stopped, that.
 
     Example:
         >>> verdict_of({"run": "base", "settings": {"budget": 0.01}})
@@ -62,7 +62,7 @@ def _equal(row: Mapping[str, Any]) -> str:
 
 
 def render_compression(record: Mapping[str, Any]) -> str:
-    """The page as HTML text.
+    """The page of a compression as HTML text.
 
     Args:
         record: compress.json, with at least one cut that was recovered.

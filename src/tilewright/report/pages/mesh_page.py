@@ -23,7 +23,7 @@ _PARTS = ("computation", "recomputation", "communication", "update", "idle")
 
 
 def render_meshes(found: BestMeshes, verdict: str, changes: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """The page as HTML text.
+    """The page of a search's best meshes as HTML text.
 
     Args:
         found: at least one setting that fits.

@@ -28,7 +28,7 @@ _POINTS = (
 
 
 def verdict_of(record: Mapping[str, Any]) -> str:
-    """The result in a sentence; of a search that was stopped or found nothing, that.
+    """The verdict of a search over layers in a sentence; of one that was stopped or found nothing, that.
 
     Example:
         >>> verdict_of({"run": "base"})
@@ -64,7 +64,7 @@ def _share(row: Mapping[str, Any], name: str, record: Mapping[str, Any]) -> str:
 
 
 def render_search(record: Mapping[str, Any]) -> str:
-    """The page as HTML text.
+    """The page of a search over layers as HTML text.
 
     Args:
         record: search.json, with its latency table.

@@ -41,7 +41,7 @@ _MOST_RANKS = 256
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page."""
+    """A table of the page of simulated steps."""
 
     title: str
     lead: str
@@ -52,7 +52,7 @@ class PageTable:
 
 
 def render_simulation(rungs: Sequence[Rung], failures: Failures | None = None) -> str:
-    """The page as HTML text.
+    """The page of simulated steps as HTML text.
 
     Args:
         rungs: of a ladder, or the one case; charts are of the first step of each.
@@ -100,7 +100,7 @@ def _causes(shown: Sequence[Rung]) -> PageTable:
 
 
 def step_gantt(name: str, step: SimulatedStep, left_out: str = "") -> Figure:
-    """The time of each rank.
+    """A Gantt chart of the time of each rank in a simulated step.
 
     Args:
         name: of the figure.

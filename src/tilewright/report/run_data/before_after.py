@@ -35,7 +35,7 @@ class DomainChange:
 
 @dataclass(frozen=True)
 class TaskChange:
-    """One metric of one task of lm-evaluation-harness: of the base model, and of the run's; None: not evaluated."""
+    """Change of one metric of one task of lm-evaluation-harness: base model and run; None: not evaluated."""
 
     before: TaskScore | None
     after: TaskScore | None

@@ -15,7 +15,7 @@ stays are doubles."""
 
 
 def number(value: object) -> float | None:
-    """The value as a float; None where it is no number, is not finite, or is beyond `LARGEST`.
+    """A value of a run folder as a float; None where it is no number, is not finite, or is beyond `LARGEST`.
 
     Example:
         >>> number(3), number(float("nan")), number("3"), number(True), number(10**400)
@@ -95,5 +95,5 @@ def _eval_table(value: object) -> dict[str, Row]:
 
 
 def plan_of(value: Row | None) -> Row | None:
-    """A plan with its phases as tables of numbers."""
+    """A run folder's plan with its phases as tables of numbers."""
     return None if value is None else value | {"phases": number_tables(value.get("phases"))}

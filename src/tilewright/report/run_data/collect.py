@@ -94,7 +94,7 @@ class RunData:
 
 
 def collect(run_dir: Path) -> RunData:
-    """Read a run folder.
+    """Collect everything that the report needs from a run folder.
 
     Raises:
         FileNotFoundError: there is no such folder.

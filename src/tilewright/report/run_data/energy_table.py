@@ -34,7 +34,7 @@ def energy_view(run: RunData) -> EnergyView | None:
 
 
 def energy_card(run: RunData) -> tuple[str, str]:
-    """Value and detail for the head of the page."""
+    """Energy of a run for the head of the page: value and detail."""
     record = run.energy
     if record is None:
         return "not recorded", ""

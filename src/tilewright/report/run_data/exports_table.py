@@ -34,7 +34,7 @@ STATES = {"ran": "good", "lint only": "not_measured", "unavailable": "not_measur
 
 @dataclass(frozen=True)
 class Exports:
-    """Contents of the page: a line of conditions, cells under `COLUMNS`, remarks as (target, text)."""
+    """Table of exports for the page: a line of conditions, cells under `COLUMNS`, remarks as (target, text)."""
 
     conditions: str
     columns: tuple[str, ...]
@@ -53,14 +53,14 @@ class Exports:
 
 
 def table_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Cells under `COLUMNS`, the baselines first."""
+    """Rows of exports: cells under `COLUMNS`, the baselines first."""
     whole = number(record.get("fp32_bytes"))
     baselines = [{**row, "target": row.get("name"), "consumer": "tilewright"} for row in _rows(record, "baselines")]
     return [_cells(row, whole) for row in [*baselines, *_rows(record, "artefacts")]]
 
 
 def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
-    """(target, text): reasons, notes, and artefacts that are no longer what was proven."""
+    """Remarks on exports, (target, text): reasons, notes, and artefacts that are no longer what was proven."""
     found = []
     for row in _rows(record, "artefacts"):
         notes = [row.get("notes"), row.get("runtime_notes")]
@@ -74,7 +74,7 @@ def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
 
 
 def conditions(record: Mapping[str, Any]) -> str:
-    """Conditions of the measurement, in a line."""
+    """Conditions under which exports were measured, in a line."""
     return f"{_on(record.get('machine'))}; weights of {record.get('checkpoint')}"
 
 

@@ -42,7 +42,7 @@ def loss_span(run: RunData) -> LossSpan | None:
 
 
 def not_finite(run: RunData, name: str) -> int:
-    """Rows in which a metric was recorded and was not finite."""
+    """Recorded rows of a run in which a metric was not finite."""
     return sum(1 for row in run.steps if name in row and row[name] is None)
 
 
@@ -134,19 +134,19 @@ def settled_norms(run: RunData) -> tuple[list[float], str]:
 
 
 def total_tokens(run: RunData) -> float | None:
-    """Tokens trained on; the rows count from the start of the run."""
+    """Tokens a run was trained on; the rows count from the start of the run."""
     _, tokens = run.column("tokens")
     return tokens[-1] if tokens else None
 
 
 def total_seconds(run: RunData) -> float | None:
-    """Seconds from start to the last row, time between a stop and a resume left out."""
+    """Seconds of a run from start to the last row, time between a stop and a resume left out."""
     times = [number(row.get("time_s")) for row in (*run.steps[-1:], *run.evals[-1:])]
     return max((time for time in times if time is not None), default=None)
 
 
 def state(run: RunData) -> str:
-    """finished, stopped early, or not finished: read from the events."""
+    """State of a run: finished, stopped early, or not finished, read from the events."""
     last = last_process_event(run)
     return {"done": "finished", "stop": "stopped early"}.get(str(last.get("kind")), "not finished")
 

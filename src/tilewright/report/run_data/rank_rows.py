@@ -10,13 +10,13 @@ COLUMNS = ("Rank", "Machine", "Step", "Waits", "Data", "Memory planned", "Memory
 
 
 def rank_rows(run: RunData) -> list[tuple[str, ...]]:
-    """One row per rank, its cells as text; none of a run of one process."""
+    """Table of a run's ranks: one row per rank, its cells as text; none of a run of one process."""
     ranks = (run.ranks or {}).get("ranks")
     return [_row(row) for row in ranks if isinstance(row, dict)] if isinstance(ranks, Sequence) else []
 
 
 def rank_summary(run: RunData) -> str:
-    """How many there are, and the share of all time that went into steps that count."""
+    """Number of a run's ranks, and the share of all time that went into steps that count, in words."""
     told = (run.ranks or {}).get("ranks")
     ranks = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
     text, step = f"{len(ranks)} processes", (run.ranks or {}).get("step")

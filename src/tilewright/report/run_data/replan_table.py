@@ -20,7 +20,7 @@ _CROSSED = ("error", "measured_bytes", "expected_bytes", "change", "budget_bytes
 
 @dataclass(frozen=True)
 class ReplanRow:
-    """One of them, in words. `after` is empty where the memory plan stayed."""
+    """One decision of a run about its memory, in words. `after` is empty where the memory plan stayed."""
 
     step: str
     trigger: str
@@ -33,12 +33,12 @@ class ReplanRow:
 
 
 def decisions(run: RunData) -> list[ReplanRow]:
-    """All of a run, in order."""
+    """All decisions of a run about its memory, in order."""
     return [_decision(event) for event in run.kinds("replan")]
 
 
 def summary(found: Sequence[ReplanRow]) -> str:
-    """How often, and how often something changed."""
+    """Number of decisions about memory, and how many changed something, in words."""
     changed = sum(bool(one.after) for one in found)
     return f"{len(found)} {'decision' if len(found) == 1 else 'decisions'}, {changed} with another memory plan"
 

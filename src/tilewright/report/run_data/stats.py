@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, pstdev
 
 
 def smooth(xs: Sequence[float], ys: Sequence[float], width: int, at_most: int = 400) -> tuple[list[float], list[float]]:
-    """Local straight-line fits: each point of the result is the value of a line through its `width` neighbours.
+    """Smooth a curve by local straight lines: each point is the value of a line through its `width` neighbours.
 
     Neighbours weigh less the farther they are (triangle). Unlike a running mean it does not lag on a slope or
     bend at the ends. The result has at most `at_most` points, the last one among them.
@@ -39,7 +39,7 @@ def _line_value(xs: Sequence[float], ys: Sequence[float], centre: int, half: int
 
 @dataclass(frozen=True)
 class LogNormalFit:
-    """Normal law of ln(x): mean `mu`, deviation `sigma`, by moments, from `count` values.
+    """Log-normal fit of gradient norms: mean `mu` and deviation `sigma` of ln(x), by moments, from `count` values.
 
     `distance`: Kolmogorov-Smirnov distance between the values and the fit. `bound`: Lilliefors' 5 % bound of
     that distance, 0.886 / sqrt(count), for independent values; norms of neighbouring steps are not quite that.
@@ -54,22 +54,22 @@ class LogNormalFit:
     skew: float
 
     def density(self, log_x: float) -> float:
-        """Density of ln(x)."""
+        """Density of ln(x) under the log-normal fit."""
         return NormalDist(self.mu, self.sigma).pdf(log_x)
 
     @property
     def median(self) -> float:
-        """exp(mu), in the unit of x."""
+        """Median of the log-normal fit, exp(mu), in the unit of x."""
         return math.exp(self.mu)
 
     @property
     def follows(self) -> bool:
-        """True where the distance stays within the bound."""
+        """True where the distance of values from the log-normal fit stays within the bound."""
         return self.distance <= self.bound
 
 
 def fit_log_normal(values: Sequence[float]) -> LogNormalFit | None:
-    """The fit to the positive finite values; None for fewer than 8 of them, or for all alike.
+    """Fit a log-normal law to the positive finite values; None for fewer than 8 of them, or for all alike.
 
     Example:
         >>> fit = fit_log_normal([math.exp(z) for z in (-1.3, -.8, -.5, -.2, 0, .2, .5, .8, 1.3)])

@@ -25,7 +25,7 @@ def format_number(value: float) -> str:
 
 
 def format_tick(value: float) -> str:
-    """A number beside an axis, where there is room for seven characters.
+    """A number beside an axis as text of at most seven characters.
 
     Example:
         >>> [format_tick(x) for x in (0.5, 20_000, 1e8)]
@@ -35,7 +35,7 @@ def format_tick(value: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share of one as percent.
+    """A share of one as percent, for an axis.
 
     Example:
         >>> format_percent(0.0123), format_percent(0.5)

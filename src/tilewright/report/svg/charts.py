@@ -52,7 +52,7 @@ def line_chart(
     marks: Sequence[Mark] = (),
     size: tuple[int, int] = (520, 240),
 ) -> str:
-    """Lines over a common x axis. Points that are not finite leave a gap; a log axis leaves out values <= 0.
+    """A line chart over a common x axis. Points that are not finite leave a gap; a log axis leaves out values <= 0.
 
     `binary` puts the ticks of y on powers of two. A line of few points gets a dot at each.
     """
@@ -80,7 +80,7 @@ def line_chart(
 def stacked_area(
     series: Sequence[Series], *, label: str, y_label: str, x_label: str = "step", size: tuple[int, int] = (520, 240)
 ) -> str:
-    """Areas on top of each other, first at the bottom; all series share their xs. y is bytes."""
+    """A chart of stacked areas, first at the bottom; all series share their xs. y is bytes."""
     width, height = size
     series = [_thin(s, width) for s in series]
     xs = list(series[0].xs)
@@ -106,7 +106,7 @@ def bar_chart(
     value_format: str = "number",
     width: int = 520,
 ) -> str:
-    """Horizontal bars, one group a row with one bar for each of `names`; None is written as 'not recorded'."""
+    """A bar chart, one group a row with one horizontal bar for each of `names`; None is written as 'not recorded'."""
     fmt = FORMATS[value_format]
     bar, gap = 13, 12
     group = bar * len(names) + gap
@@ -143,7 +143,7 @@ def histogram(
     size: tuple[int, int] = (520, 240),
     log_x: bool = True,
 ) -> str:
-    """Counts of positive values in equal bins of their logarithm (or of themselves), and a density to compare.
+    """A histogram of positive values in equal bins of their logarithm (or of themselves), and a density to compare.
 
     `curve` is a density in the binned coordinate (the natural logarithm on a log axis) that integrates to 1.
     """

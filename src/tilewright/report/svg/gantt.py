@@ -40,7 +40,7 @@ class TimedBar:
 
 @dataclass(frozen=True)
 class GanttRow:
-    """The bars of a rank.
+    """The row of a Gantt chart: the bars of a rank.
 
     Example:
         >>> GanttRow("rank 0", {0: [(0.0, 1.0)], 1: [(1.0, 3.0)]}).busy_s
@@ -55,7 +55,7 @@ class GanttRow:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of all bars."""
+        """Seconds of all bars in a row of the Gantt chart."""
         return math.fsum(end - begin for spans in self.bars.values() for begin, end in spans)
 
 
@@ -101,7 +101,7 @@ class _Lines:
 
 
 def gantt_chart(rows: Sequence[tuple[str, Sequence[TimedBar]]], *, label: str, end_s: float, width: int = 1080) -> str:
-    """A chart of a few ranks, a bar for each pass.
+    """A Gantt chart of a few ranks as SVG, a bar for each pass.
 
     Args:
         rows: a name, and its bars.
@@ -132,7 +132,7 @@ def gantt_chart(rows: Sequence[tuple[str, Sequence[TimedBar]]], *, label: str, e
 def dense_gantt(
     rows: Sequence[GanttRow], *, label: str, end_s: float, path: Sequence[tuple[int, Span]] = (), width: int = 1080
 ) -> str:
-    """A chart of many ranks.
+    """A Gantt chart of many ranks as SVG.
 
     Args:
         rows: of ranks, from the top.

@@ -25,7 +25,7 @@ class Bar:
 def heat_map(
     rows: Sequence[tuple[str, Sequence[Sequence[Bar]]]], xs: Sequence[float], *, label: str, width: int = 1080
 ) -> str:
-    """Rows of cells over steps.
+    """A heat map as SVG: rows of cells over steps.
 
     Args:
         rows: a name and, for each of `xs`, the bars of its cell; none where nothing is known.

@@ -69,7 +69,7 @@ def divergence(run: RunData) -> Verdict:
 
 
 def width(losses: Sequence[float]) -> int:
-    """Records that one level of the loss rests on: a twentieth of them, five at least."""
+    """Width of one level of the loss in records: a twentieth of them, five at least."""
     return max(5, len(losses) // 20)
 
 

@@ -68,7 +68,7 @@ TAIL = VerdictRule(
 
 
 def skips(run: RunData) -> Verdict:
-    """How many steps changed nothing?"""
+    """Rule on gradients: how many steps changed nothing?"""
     recorded = [row for row in run.steps if "skipped" in row]
     counted = list(dropwhile(_seeks_scale, recorded)) or recorded
     if not counted:
@@ -84,7 +84,7 @@ def skips(run: RunData) -> Verdict:
 
 
 def clipping(run: RunData) -> Verdict:
-    """How many gradients are shortened?"""
+    """Rule on gradients: how many are shortened by clipping?"""
     norms, which = settled_norms(run)
     bound = run.number_setting("optim", "clip_norm")
     if bound is None:
@@ -100,7 +100,7 @@ def clipping(run: RunData) -> Verdict:
 
 
 def growth(run: RunData) -> Verdict:
-    """Do gradients grow?"""
+    """Rule on gradients: do their norms grow?"""
     norms, _ = settled_norms(run)
     if len(norms) < MIN_RECORDS:
         return GROWTH.too_short(len(norms))
@@ -114,7 +114,7 @@ def growth(run: RunData) -> Verdict:
 
 
 def tail(run: RunData) -> Verdict:
-    """How many gradients jump out of line?"""
+    """Rule on gradients: how many jump out of line?"""
     norms, _ = settled_norms(run)
     return judge_outliers(TAIL, norms, list(outliers(norms, SPIKE, JUMP)), "gradient norms")
 

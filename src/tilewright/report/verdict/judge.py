@@ -37,7 +37,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Judgement:
-    """Statements of the rules on a run, in the order of `RULES`."""
+    """Judgement of a run: verdicts of all rules, in the order of `RULES`."""
 
     verdicts: Sequence[Verdict]
 
@@ -92,7 +92,7 @@ class Judgement:
 
 
 def judge(run: RunData) -> Judgement:
-    """Put a run to all rules. Of a run that diverged nothing more is said about what it learned."""
+    """Judge a run by all rules. Of a run that diverged nothing more is said about what it learned."""
     verdicts = [measure(run) for measure in RULES.values()]
     if verdicts[0].state is VerdictState.BAD:
         verdicts = [_moot(one) if one.rule in MOOT else one for one in verdicts]

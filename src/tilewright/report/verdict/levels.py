@@ -23,7 +23,7 @@ FEWEST_RECENT = 16
 
 @dataclass(frozen=True)
 class Level:
-    """A stretch of a curve: its median, and where in the curve it ends."""
+    """A level of a noisy curve: the median of a stretch, and where in the curve it ends."""
 
     value: float
     count: int
@@ -58,12 +58,12 @@ def levels(values: Sequence[float], width: int) -> list[Level]:
 
 
 def level(values: Sequence[float], end: int) -> Level:
-    """The level of one stretch."""
+    """The level of one stretch of a curve."""
     return Level(median(values), len(values), end)
 
 
 def difference_error(first: Level, second: Level, sigma: float) -> float:
-    """Standard error of the difference of two levels."""
+    """Standard error of the difference of two levels of a curve."""
     return math.hypot(first.error(sigma), second.error(sigma))
 
 

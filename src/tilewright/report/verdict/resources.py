@@ -85,7 +85,7 @@ _QUARTERS = ("first", "second", "third", "last")
 
 
 def off_plan(run: RunData) -> Verdict:
-    """Is the peak the planned one?"""
+    """Rule on memory: is the peak the planned one?"""
     (_, owners), measured = planned_peak(run), training_peak(run)
     if measured is None:
         return OFF_PLAN.not_measured("The memory of the run is not recorded.")
@@ -104,7 +104,7 @@ def off_plan(run: RunData) -> Verdict:
 
 
 def off_pace(run: RunData) -> Verdict:
-    """Do steps take the planned seconds?"""
+    """Rule on time: do steps take the planned seconds?"""
     planned, (_, seconds) = run.planned("step_s"), run.column("step_s")
     seconds = seconds[1:]  # the first one compiles
     if not planned:
@@ -124,7 +124,7 @@ def off_pace(run: RunData) -> Verdict:
 
 
 def leak(run: RunData) -> Verdict:
-    """Does the peak rise during the run?"""
+    """Rule on memory: does the peak rise during the run?"""
     peaks = _longest_part(run)
     if len(peaks) < FEWEST_PEAKS:
         return LEAK.too_short(len(peaks), FEWEST_PEAKS)
@@ -152,7 +152,7 @@ def _longest_part(run: RunData) -> list[float]:
 
 
 def wait(run: RunData) -> Verdict:
-    """How long do steps wait for data?"""
+    """Rule on time: how long do steps wait for data?"""
     pairs = [(number(row.get("wait_s")), number(row.get("step_s"))) for row in run.steps[1:]]
     times = [(waited, step) for waited, step in pairs if waited is not None and step is not None]
     if len(times) < MIN_RECORDS:
@@ -166,7 +166,7 @@ def wait(run: RunData) -> Verdict:
 
 
 def slowdown(run: RunData) -> Verdict:
-    """Do steps become slower?"""
+    """Rule on time: do steps become slower?"""
     _, speeds = run.column("tokens_per_s")
     if len(speeds) < MIN_RECORDS:
         return SLOWDOWN.too_short(len(speeds))

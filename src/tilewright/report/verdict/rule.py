@@ -45,7 +45,7 @@ class VerdictRule:
     besides: str = ""
 
     def state(self, value: float) -> VerdictState:
-        """The state of a run with this number."""
+        """The verdict state of a run with this number."""
         return VerdictState.BAD if value >= self.bad else VerdictState.LOOK if value >= self.look else VerdictState.GOOD
 
     def is_good(self, value: float) -> bool:
@@ -69,7 +69,7 @@ class VerdictRule:
         return Verdict(self, VerdictState.BAD, text, None)
 
     def not_measured(self, why: str) -> "Verdict":
-        """No verdict, and why."""
+        """The verdict of a rule without a measurement, with the reason."""
         return Verdict(self, VerdictState.NOT_MEASURED, why, None)
 
     def too_short(self, count: int, least: int = MIN_RECORDS) -> "Verdict":
@@ -80,7 +80,7 @@ class VerdictRule:
         return self.not_measured(f"Too few to judge: {recorded}, {least} are needed.")
 
     def amount(self, value: float) -> str:
-        """A number of this rule as text.
+        """A number of this rule in its unit, as text.
 
         Example:
             >>> [VerdictRule("r", "", "", unit, 0.1, 0.5, "").amount(0.25) for unit in ("nats", "share", "times")]

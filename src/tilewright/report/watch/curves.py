@@ -26,7 +26,7 @@ _NO_CURVE = frozenset({"step", "time_s", "tokens", "skipped", "redone"})
 
 
 class Columns:
-    """Values by metric over rising steps. Doubles in arrays: 16 bytes per value."""
+    """Columns of metrics over rising steps. Doubles in arrays: 16 bytes per value."""
 
     def __init__(self) -> None:
         self.steps: dict[str, array[float]] = {}
@@ -39,7 +39,7 @@ class Columns:
         return int(self._last) if isfinite(self._last) else None
 
     def add(self, step: float, row: Mapping[str, float]) -> None:
-        """A row; one of a step that is there replaces it."""
+        """Add a row of metrics; one of a step that is there replaces it."""
         step = float(step)
         at_end = step > self._last
         if at_end:
@@ -76,7 +76,7 @@ class Columns:
         return slice(max(bisect_left(steps, low) - 1, 0), min(bisect_right(steps, high) + 1, len(steps)))
 
     def last(self, name: str) -> float:
-        """Newest finite value, NaN without one."""
+        """Newest finite value of the metric, NaN without one."""
         return next((value for value in reversed(self.values.get(name, array("d"))) if isfinite(value)), NAN)
 
 
@@ -202,7 +202,7 @@ def stretch_for(count: int, points: int) -> int:
 
 
 def downsample(x_N: np.ndarray, y_N: np.ndarray, stretch: int) -> DrawnCurve:
-    """One point for `stretch` values in a row; the first and the last x stay.
+    """Downsample a curve: one point for `stretch` values in a row; the first and the last x stay.
 
     Args:
         x_N: (N,) float64, rising.

@@ -33,7 +33,7 @@ class RunSet:
         self._known_at_start = set(self._runs)
 
     def find(self, key: str) -> WatchedRun | None:
-        """The run of a key, None where there is none."""
+        """Find the run of a key among those that the page may ask for, None where there is none."""
         with self._lock:
             return next((run for run in self._runs.values() if run.key == key), None)
 

@@ -125,7 +125,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 class WatchHandler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles one connection to the watching page."""
 
     server: WatchServer
     protocol_version = "HTTP/1.1"
@@ -135,7 +135,7 @@ class WatchHandler(BaseHTTPRequestHandler):
     wbufsize = -1  # head and body of an answer in one packet, or the second waits for the first one's acknowledgement
 
     def do_GET(self) -> None:
-        """Any of the addresses."""
+        """Answer a request of the watching page for any of its addresses."""
         if self._is_allowed():
             path, _, query = self.path.partition("?")
             self._answer(path, query)

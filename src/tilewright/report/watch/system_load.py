@@ -19,7 +19,7 @@ _KEPT_S = 0.5
 
 
 class SystemLoad:
-    """Asks the operating system, at most once per half second."""
+    """Load of the machine, asked of the operating system at most once per half second."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class SystemLoad:
             tally.begin(time.monotonic())
 
     def sample(self, folder: Path) -> dict[str, Any]:
-        """Shares in percent, sizes in bytes, rates in bytes per second; None where the system does not say.
+        """Sample the machine's load: shares in percent, sizes in bytes, bytes per second; None where it is not known.
 
         Args:
             folder: whose disk is meant.

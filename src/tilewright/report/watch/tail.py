@@ -29,7 +29,7 @@ class NewRows:
 
 
 class JsonTail:
-    """One file, read further with every call.
+    """A growing .jsonl file, read further with every call.
 
     Args:
         path: of the file; it may be missing now, and come or go later.
@@ -40,7 +40,7 @@ class JsonTail:
         self._forget()
 
     def read(self) -> NewRows:
-        """The rows since the last call.
+        """Read the rows written since the last call.
 
         Raises:
             OSError: the file is there and cannot be read; that it is missing is no error.
@@ -105,7 +105,7 @@ class JsonTail:
 
 
 def parse(line: bytes) -> Row | None:
-    """The JSON object in a line, None where there is none.
+    """The JSON object in a line of the .jsonl file, None where there is none.
 
     Example:
         >>> parse(b'{"step": 3}'), parse(b'{"step": '), parse(b"3")

@@ -104,7 +104,7 @@ class WatchedRun:
         return lines
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read what is new in the watched run's folder."""
         with self.lock:
             if time.monotonic() - self._looked_s < _MIN_AGE_S:
                 return
@@ -118,7 +118,7 @@ class WatchedRun:
 
     @property
     def last_step(self) -> int | None:
-        """Newest training step."""
+        """Newest training step of the watched run."""
         return self.metrics.training.last_step
 
     def setting(self, name: str) -> str | None:

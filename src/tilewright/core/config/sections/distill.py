@@ -8,7 +8,7 @@ from tilewright.core.config.section import EVERY, Count, Section
 
 
 class DistillSection(Section):
-    """A teacher whose distributions the run learns too. See `tilewright.models.distill.loss`."""
+    """The recipe's `[distill]`: a teacher that the run learns from too. See `tilewright.models.distill.loss`."""
 
     changes_numbers = EVERY
 

@@ -9,7 +9,7 @@ MOST_INTENSITY = 3000.0
 
 
 class EnergySection(Section):
-    """Joules from this machine's counters. See `tilewright.energy`."""
+    """The recipe's `[energy]`: joules from this machine's counters. See `tilewright.energy`."""
 
     keeps_numbers = ("measure", "idle_seconds", "assume_watts", "intensity", "intensity_source")
 

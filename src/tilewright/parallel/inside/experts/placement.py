@@ -19,7 +19,7 @@ Orders = tuple[tuple[int, ...], ...]
 
 
 def by_rank(order: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The experts of each rank.
+    """The experts of each rank by this order.
 
     Example:
         >>> by_rank((0, 2, 1, 3), 2), by_rank((), 2)
@@ -83,7 +83,7 @@ def _copies(load: Sequence[float], ranks: int, more: int) -> list[int]:
 
 
 def fullest(load: Sequence[float], order: Sequence[int], ranks: int) -> float:
-    """Rows of the rank that has most, in those of the mean.
+    """Rows of experts on the rank that has most, in those of the mean.
 
     Example:
         >>> fullest([9.0, 8.0, 1.0, 2.0], (0, 1, 2, 3), 2), fullest([9.0, 8.0, 1.0, 2.0], (0, 2, 1, 3), 2)

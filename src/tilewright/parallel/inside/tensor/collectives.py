@@ -40,7 +40,7 @@ Move = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks that hold other parts of the same matrices, and what is counted of what they send."""
+    """The ranks that hold other parts of the same matrices, and their exchanges forward and backward."""
 
     group: Group
     traffic: TrafficCounter = field(default_factory=TrafficCounter, compare=False)
@@ -61,7 +61,7 @@ class TensorRanks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks that hold parts of the same matrices."""
         return self.group.size
 
     @overload
@@ -78,7 +78,7 @@ class TensorRanks:
         return moved(x, _same, self._sum)
 
     def joined(self, x: Tensor) -> Tensor:
-        """The sum of x [...] over the ranks, in its dtype."""
+        """The sum of x [...] over the tensor-parallel ranks, in its dtype."""
         return moved(x, self._sum, _same)
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -106,11 +106,11 @@ class TensorRanks:
         return moved(x_nD, functools.partial(self._all, num_rows=num_rows), self._own)
 
     def most(self, x: Tensor) -> Tensor:
-        """The largest over the ranks, without a gradient."""
+        """The largest value over the tensor-parallel ranks, without a gradient."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, without a gradient."""
+        """The sum over the tensor-parallel ranks, without a gradient."""
         return self._sum(x)
 
     def stacked(self, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TensorRanks:
         return out
 
     def rows_of(self, num_rows: int) -> range:
-        """Which of so many rows are this rank's."""
+        """The rows of so many that are this tensor-parallel rank's."""
         return rows_of(num_rows, self.size, self.rank)
 
     # ---- forward or backward, each the other's adjoint ----

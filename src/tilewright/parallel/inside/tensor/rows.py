@@ -33,7 +33,7 @@ _PARTIAL = "partial_over"
 
 
 class SequenceSlices:
-    """Cuts a stream into slices, and puts it together.
+    """Cuts the residual stream into slices (sequence parallelism), and puts it together.
 
     Args:
         ranks: each has a slice.
@@ -45,23 +45,23 @@ class SequenceSlices:
         """Positions of the batch that a layer runs on: set by its attention, which is told their angles."""
 
     def positions(self, length: int) -> int:
-        """s of a slice of S positions: the same on all ranks."""
+        """Positions of a slice under sequence parallelism, of S positions in all: the same on all ranks."""
         return -(-length // self.ranks.size)
 
     def enter(self, x_BSD: Tensor) -> Tensor:
-        """This rank's slice of a stream that all have, as they all have its gradient."""
+        """This rank's slice (sequence parallelism) of a stream that all have, as they all have its gradient."""
         return moved(x_BSD, self._own, functools.partial(self._whole, length=x_BSD.shape[1]))
 
     def leave(self, x_BsD: Tensor, length: int) -> Tensor:
-        """The stream of all ranks, whose gradient all have too."""
+        """The whole residual stream from slices of all ranks, whose gradient all have too."""
         return moved(x_BsD, functools.partial(self._whole, length=length), self._own)
 
     def read(self, x_BsD: Tensor, length: int) -> Tensor:
-        """The stream of all ranks, for layers of which each rank has a part, and so a part of the gradient."""
+        """The whole stream from slices of all ranks, for layers of which each has a part, and so of the gradient."""
         return moved(x_BsD, functools.partial(self._whole, length=length), self._summed)
 
     def written(self, x_BSD: Tensor) -> Tensor:
-        """This rank's slice of the sum over ranks."""
+        """This rank's slice (sequence parallelism) of the sum of the stream over ranks."""
         return moved(x_BSD, self._summed, functools.partial(self._whole, length=x_BSD.shape[1]))
 
     def read_tokens(self, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Arrival:
 
 
 def whole_rows(row: TiledTensor, whole: Callable[[Tensor], Tensor]) -> TiledTensor:
-    """Codes and scales of each token, put together."""
+    """Codes and scales of each token under sequence parallelism, put together."""
     return replace(row, qdata=whole(row.qdata), scale_inv=whole(row.scale_inv))
 
 
@@ -197,7 +197,7 @@ def _no_numbers(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def sliced_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that all ranks have, and that read slices; none where the stream is whole."""
+    """Parameters that all ranks have, and that read slices (sequence parallelism); none where the stream is whole."""
     if getattr(model, "slices", None) is None:
         return
     blocks: Any = model.get_submodule("model.layers")

@@ -9,11 +9,11 @@ from tilewright.parallel.world import Group
 
 
 class ShapeRanks(TensorRanks):
-    """The first of so many ranks. What the others would send has its shape, and no meaning."""
+    """Tensor-parallel ranks for shapes: the first of so many. What others would send has its shape, and no meaning."""
 
     @staticmethod
     def of_size(size: int) -> "ShapeRanks":
-        """The first of a number of ranks.
+        """The first of a number of tensor-parallel ranks, for shapes.
 
         Example:
             >>> ShapeRanks.of_size(2).gathered(torch.ones(3, 4)).shape

@@ -51,7 +51,7 @@ def cut_embedding(table: nn.Embedding, ranks: TensorRanks) -> None:
 
 @dataclass(frozen=True)
 class HeadPart:
-    """This rank's rows of the head; what `head_loss` calls in the place of its own."""
+    """This rank's rows of a head cut by vocabulary; what `head_loss` calls in the place of its own."""
 
     head: nn.Linear
     ranks: TensorRanks

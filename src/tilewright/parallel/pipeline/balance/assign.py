@@ -24,7 +24,7 @@ Places = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class WeighedDocuments:
-    """The documents of a step, in the order of the stream.
+    """Documents of a step with their costs, in the order of the stream.
 
     Example:
         >>> WeighedDocuments(lengths=(3, 5), costs=(3.0, 5.0)).total
@@ -38,13 +38,13 @@ class WeighedDocuments:
 
     @cached_property
     def total(self) -> float:
-        """The sum of the costs, which does not depend on how it is added up."""
+        """Sum of the documents' costs, which does not depend on how it is added up."""
         return math.fsum(self.costs)
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """The shape of the pipeline that micro-batches pass.
+    """The shape of the pipeline that micro-batches of documents pass.
 
     Example:
         >>> documents = WeighedDocuments((1,) * 64, (1.0,) * 64)
@@ -124,7 +124,7 @@ def choose(
 
 
 def assign(documents: WeighedDocuments, speeds: Sequence[float], count: int, max_tokens: int) -> Places | None:
-    """Documents over `count` micro-batches per data rank; None where they do not go into so many.
+    """Assign documents to `count` micro-batches per data rank; None where they do not go into so many.
 
     Args:
         documents: of the step.
@@ -149,7 +149,7 @@ def assign(documents: WeighedDocuments, speeds: Sequence[float], count: int, max
 
 
 def in_order(microbatches: Sequence[T], costs: Sequence[float]) -> list[T]:
-    """The cheapest ones first and last, the most expensive ones in the middle.
+    """Micro-batches in order: the cheapest ones first and last, the most expensive ones in the middle.
 
     Example:
         >>> in_order("abcde", [5.0, 1.0, 4.0, 2.0, 3.0])

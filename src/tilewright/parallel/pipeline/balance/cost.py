@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StageWork:
-    """The work of a stage for one micro-batch.
+    """The work of a pipeline stage for one micro-batch.
 
     Example:
         >>> StageWork({"dense": 3}, tokens=10, pairs=52, first=True).features(["dense"])
@@ -38,7 +38,7 @@ class StageWork:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of passes.
+    """Cost model of a stage's passes: seconds from tokens and lengths of documents.
 
     Example:
         >>> model = CostModel(("dense",), (1e-3, 1e-6, 2e-3, 3e-3, 5e-3))
@@ -72,12 +72,12 @@ class CostModel:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> "CostModel":
-        """The object from the result of `to_json`."""
+        """The cost model from the result of `to_json`."""
         return CostModel(tuple(found["kinds"]), tuple(found["coefficients"]))
 
 
 def names_of(kinds: Sequence[str]) -> list[str]:
-    """Names of the coefficients, for a reader.
+    """Names of the cost model's coefficients, for a reader.
 
     Example:
         >>> names_of(["dense"])

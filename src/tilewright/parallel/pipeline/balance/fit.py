@@ -35,7 +35,7 @@ class StageSeconds:
 
 @dataclass
 class CostFit:
-    """A cost model that follows what is measured.
+    """Fit of the cost model, which follows what stages are measured to take.
 
     Args:
         prior: until something was measured, in any unit.
@@ -57,7 +57,7 @@ class CostFit:
         self._products, self._sums = np.zeros((size, size)), np.zeros(size)
 
     def learn(self, measured: Sequence[StageSeconds]) -> None:
-        """Follow what a step took; a step of no seconds is left out."""
+        """Fit the cost model to what a step took; a step of no seconds is left out."""
         measured = [one for one in measured if one.seconds > 0]
         if not measured:
             return

@@ -24,7 +24,7 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class StageKind:
-    """The content of a stage."""
+    """The content of a pipeline stage, as a measured step has it."""
 
     layers: Mapping[str, int]
     """By kind."""
@@ -38,7 +38,7 @@ class StageKind:
 
 @dataclass(frozen=True)
 class RankStep:
-    """The measurements of one rank."""
+    """The measurements of one rank in a step of a pipeline."""
 
     data_rank: int
     row_rank: int
@@ -58,7 +58,7 @@ class MeasuredStep:
 
     @property
     def rows(self) -> list[Row]:
-        """Passes of the ranks in each row."""
+        """Measured passes of the ranks in each row."""
         found: dict[tuple[int, int], list[RankStep]] = {}
         for rank in self.ranks:
             found.setdefault((rank.data_rank, rank.tensor_rank), []).append(rank)

@@ -50,7 +50,7 @@ Row = Sequence[Sequence[Pass]]
 
 
 def busy_s(row: Row) -> float:
-    """Seconds in passes, over all ranks."""
+    """Seconds in passes of a measured step, over all ranks."""
     return math.fsum(one.seconds for of_rank in row for one in of_rank)
 
 
@@ -126,7 +126,7 @@ class IdleTime:
 
 
 def idle_time(rows: Sequence[Row]) -> IdleTime:
-    """The idle time of a measured step.
+    """The idle time of a pipeline's ranks in a measured step, by cause.
 
     Args:
         rows: of ranks.

@@ -23,7 +23,7 @@ _BETTER = 1 - 1e-9
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """The costs that a split is made for."""
+    """The costs that a split of layers over stages is made for."""
 
     layers: Sequence[float]
     """Seconds of each layer for a usual micro-batch, on a rank of speed 1."""
@@ -40,7 +40,7 @@ class SplitCosts:
 
     @cached_property
     def loads(self) -> list[float]:
-        """Seconds of each rank beside its layers."""
+        """Seconds of each rank beside its layers under a split."""
         found = [0.0] * len(self.speeds)
         found[self.rank_of[0]] += self.first
         found[self.rank_of[-1]] += self.last
@@ -72,7 +72,7 @@ class SplitCosts:
         return max(self.rank_seconds(split))
 
     def held(self, split: Sequence[int]) -> list[int]:
-        """Layers of each rank."""
+        """Layers of each rank under a split of stages."""
         found = [0] * len(self.speeds)
         for rank, count in zip(self.rank_of, split, strict=True):
             found[rank] += count
@@ -237,7 +237,7 @@ def rows_s(rows: Sequence[SplitCosts], split: Sequence[int], *, by_speed: bool) 
 
 @dataclass(frozen=True)
 class SplitMove:
-    """Another split, and what it is for."""
+    """A move to another split of layers over stages, and what it is for."""
 
     split: tuple[int, ...]
     """Layers per stage."""
@@ -247,7 +247,7 @@ class SplitMove:
 
     @property
     def gain(self) -> float:
-        """Share of the time that it saves."""
+        """Share of the time that the new split of layers saves."""
         return 1 - self.after_s / self.before_s
 
 
