@@ -30,7 +30,7 @@ def test_a_cached_token_is_answered_as_generate_does(dtype, tmp_path):
     assert (session.cached_token_s(ids_S) or 0) > 0
     with torch.no_grad():
         wanted = model.to(DTYPES[dtype]).logits(torch.from_numpy(ids_S[None, :8]))[0].float().numpy()
-    # Sums of up to `ffn_dim` terms are of another order, two layers of two each. Of BF16 they are in FP32, then rounded.
+    # Sums of up to `ffn_dim` terms are of another order, two layers of two each. BF16 sums in FP32 and rounds.
     terms = model.config.ffn_dim**0.5 if dtype == "fp32" else 1
     bound = 4 * terms * torch.finfo(DTYPES[dtype]).eps * np.abs(wanted).max()
     np.testing.assert_allclose(session.logits(ids_S[:8], np.arange(8)), wanted, rtol=0, atol=bound)
