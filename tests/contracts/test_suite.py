@@ -3,6 +3,7 @@
 import ast
 import gc
 import itertools
+import os
 import random
 import re
 import signal
@@ -21,6 +22,8 @@ from tests.contracts.syntax import statements
 from tests.cover import covering
 from tests.draws import aside, draw_from
 from tests.ranks import LOCK, on_ranks
+from tilewright.core.hardware import detect_machine
+from tilewright.planner.machine import ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,12 +78,22 @@ def reaches(file, wanted):
     return any(name in wanted for name in imported) or any(reaches(i, wanted) for i in inner if (ROOT / i).exists())
 
 
+def rates(rank):
+    torch.set_num_threads(1)
+    found = ceilings.known(detect_machine("cpu"))
+    return found and found.key
+
+
+@pytest.mark.dist
 def test_no_process_measures_the_machine():
-    """Neither this one nor one that it starts, whatever the user's cache has."""
-    code = "from tilewright.planner.machine import ceilings; from tilewright.core.hardware import detect_machine; "
-    code += "import torch; torch.set_num_threads(1); print(ceilings.known(detect_machine('cpu')).key)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "fixed\n"
+    """Neither this one, nor one that it starts, whatever the user's cache has."""
+    before = torch.get_num_threads()
+    assert rates(0) == "fixed"
+    torch.set_num_threads(before)
+    assert on_ranks(1, rates) == ["fixed"]
+    asks = "import os; print(os.environ['XDG_CACHE_HOME'])"
+    done = subprocess.run([sys.executable, "-S", "-c", asks], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == os.environ["XDG_CACHE_HOME"], "where those rates are"
 
 
 # ---- random numbers ----
