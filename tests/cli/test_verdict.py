@@ -19,7 +19,7 @@ DIVERGING = {
     "40": ({"optim__kind": "adamw", "optim__lr": "40", "train__steps": "30"}, 0),
     "fp16": ({"optim__lr": "1e3", "train__steps": "30", "precision__mode": "pure_fp16"}, 4),
     "controller": (
-        {"optim__lr": "1e3", "train__steps": "8", "precision__mode": "fp8_tile", **CONTROLLER},
+        {"optim__lr": "1e3", "train__steps": "12", "precision__mode": "fp8_tile", **CONTROLLER},
         4,
     ),
     "delayed": (

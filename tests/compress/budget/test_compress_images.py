@@ -89,9 +89,9 @@ def test_an_artefact_is_judged_by_what_it_has_right():
     row = {"state": "ran", "loss": {"images": {"fp32": 1.0, "consumer": 9.0}}}
     row["right"] = {"images": {"fp32": 0.75, "consumer": 0.5}}
     made = {"rise": 0.125, "equal_rise": 0.0}
-    found = judged(row, made, 0.4, points=True)
+    found = judged(row, made, 0.4, {"images": 8}, points=True)
     assert (found["rise"], found["equal_rise"], found["inside"]) == (0.375, 0.25, True)
-    assert not judged(row, made, 0.3, points=True)["inside"]
+    assert not judged(row, made, 0.3, {"images": 8}, points=True)["inside"]
 
 
 def test_two_targets_hold_a_model_of_images(run):
