@@ -42,7 +42,7 @@ def with_settings(source, values):
 @pytest.mark.parametrize("resume", ["auto", "never", "required"])
 @pytest.mark.parametrize("rows", ["packed", "documents"])
 def test_stages_go_with_the_settings_of_any_run(resume, rows, run, tmp_path):
-    """They begin anew or continue whatever the run itself does, and keep no tokens of rows that do not come again."""
+    """They begin, or continue, whatever the run does; no tokens of rows that come once are kept."""
     source = with_settings(open_to_export(run), {"checkpoint.resume": resume, "data.rows": rows})
     write_model(source, source.model, tmp_path / "whole")
     recipe = stage_recipe(source, "stage", tmp_path, folder=tmp_path / "whole", taught=True, steps=3)
