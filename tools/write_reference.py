@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 import tilewright
 from tilewright.cli.app import COMMANDS, cli
-from tilewright.compress.prove.compare import CLEAR
+from tilewright.compress.prove.compare_answers import CLEAR
 from tilewright.compress.prove.tolerance import FEWEST_CLEAR, TOLERANCES
 from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe, shipped_recipes

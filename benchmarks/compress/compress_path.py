@@ -19,10 +19,10 @@ from benchmarks.common import machine_kind, write_result
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.artefacts import judged
 from tilewright.compress.budget.compress_run import Compression
-from tilewright.compress.budget.settings import CompressSettings
+from tilewright.compress.budget.compress_settings import CompressSettings
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.export_run import export_run
-from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.core.errors import FitError
 
 CLAIM = "a run is 4.5 times smaller in INT8 within 0.8 % of its loss, and 8 times smaller in four bits within 2 %"

@@ -20,7 +20,7 @@ from benchmarks.common import machine_kind, write_result
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.export_run import export_run
-from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.core.config.load import load_recipe
 from tilewright.core.log import say
 from tilewright.training.session import train

@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.common import write_result
 from benchmarks.compress.prune_stages import SHAPE, Study
 from tilewright.cli.load_run import open_to_export
-from tilewright.compress.budget.measure import RowLosses, parameters, row_losses_of
-from tilewright.compress.prune.kinds import Kind
+from tilewright.compress.budget.held_out_rise import RowLosses, parameters, row_losses_of
 from tilewright.compress.prune.prune import prune
+from tilewright.compress.prune.unit_kinds import Kind
 
 CLAIM = "what a quarter and a half of FFN channels and heads cost after recovery, beside as many more steps of the run"
 SHARES = (0.25, 0.5)

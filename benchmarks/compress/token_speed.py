@@ -29,14 +29,14 @@ import numpy as np
 from benchmarks.common import machine_kind, write_result
 from benchmarks.compress.prune_stages import Study
 from tilewright.cli.load_run import open_to_export
-from tilewright.compress.budget.measure import parameters
-from tilewright.compress.budget.stages import run_stage, stage_recipe, write_model
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.budget.held_out_rise import parameters
+from tilewright.compress.budget.stage_runs import run_stage, stage_recipe, write_model
+from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.export_run import quiet_converters
+from tilewright.compress.prove.consumer_session import CACHED_AT, ConsumerSession, Request
 from tilewright.compress.prove.graphs.onnx_runtime import OnnxRuntime
 from tilewright.compress.prove.llama_cpp import LlamaCpp
-from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request
 from tilewright.compress.prove.torch_model import TorchModel
 from tilewright.compress.prune.prune import prune
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.common import parser_of, write_result
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.case import DocumentCosts, SimulatedCase
-from tilewright.planner.simulate.costs import KindSeconds, Link, Network
+from tilewright.planner.simulate.document_lengths import DrawnLengths
 from tilewright.planner.simulate.ladder import Rung, climb, ladder_cases
-from tilewright.planner.simulate.lengths import DrawnLengths
+from tilewright.planner.simulate.pass_costs import KindSeconds, Link, Network
+from tilewright.planner.simulate.step_case import DocumentCosts, SimulatedCase
 from tilewright.planner.simulate.torch_tables import torch_tables
 
 CLAIM = (

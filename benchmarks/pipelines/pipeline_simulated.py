@@ -33,9 +33,9 @@ from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.parallel.agree import gather
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.torch_names import SCHEDULES
-from tilewright.planner.simulate.costs import KindSeconds, PassCosts, StepCosts
-from tilewright.planner.simulate.step import SimulatedStep
-from tilewright.planner.simulate.table import ScheduleTable
+from tilewright.planner.simulate.pass_costs import KindSeconds, PassCosts, StepCosts
+from tilewright.planner.simulate.schedule_table import ScheduleTable
+from tilewright.planner.simulate.simulated_step import SimulatedStep
 from tilewright.planner.simulate.torch_tables import torch_tables
 
 CLAIM = (

@@ -37,9 +37,9 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.shard import Sharding, shard
 from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
-from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.mesh_model import MeshModel
+from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
 from tilewright.planner.simulate.mesh.rank_memory import rank_memory
-from tilewright.planner.simulate.mesh.setting import MeshSetting
 from tilewright.planner.trace.fake_model import to_fake
 from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.assign.gathered import settle

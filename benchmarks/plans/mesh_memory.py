@@ -28,12 +28,12 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.machine.gpu_specs import find_published
 from tilewright.planner.simulate.mesh.cluster import cluster_of
-from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.mesh_model import MeshModel
+from tilewright.planner.simulate.mesh.mesh_search import MeshSearch
+from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
 from tilewright.planner.simulate.mesh.rank_memory import rank_memory
-from tilewright.planner.simulate.mesh.search import MeshSearch
-from tilewright.planner.simulate.mesh.setting import MeshSetting
-from tilewright.planner.simulate.mesh.space import Space
-from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
+from tilewright.planner.simulate.mesh.setting_space import Space
+from tilewright.planner.simulate.mesh.setting_step import MeshCosts, MeshRates
 from tilewright.training.assemble import build, set_up
 
 CLAIM = (

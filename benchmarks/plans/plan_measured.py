@@ -53,7 +53,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import MemoryPlan
-from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore

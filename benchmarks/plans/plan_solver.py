@@ -53,7 +53,7 @@ with gc_paused():
     from tilewright.planner.planner import Planner
     from tilewright.planner.plan import Budget
     from tilewright.planner.advice.changes import cheapest_changes
-    from tilewright.planner.cost.choices import Links
+    from tilewright.planner.cost.layer_choices import Links
     from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
     from tilewright.planner.site import Site
     from tilewright.training.planning.refused import replanned

@@ -19,11 +19,11 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.machine.gpu_specs import GIB, HOST_BYTES, GpuSpec, find_published
 from tilewright.planner.simulate.mesh.cluster import cluster_of
-from tilewright.planner.simulate.mesh.model import MeshModel
-from tilewright.planner.simulate.mesh.search import MeshSearch, MeshStep
-from tilewright.planner.simulate.mesh.setting import MeshSetting
-from tilewright.planner.simulate.mesh.space import Space
-from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
+from tilewright.planner.simulate.mesh.mesh_model import MeshModel
+from tilewright.planner.simulate.mesh.mesh_search import MeshSearch, MeshStep
+from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
+from tilewright.planner.simulate.mesh.setting_space import Space
+from tilewright.planner.simulate.mesh.setting_step import MeshCosts, MeshRates
 
 ONE = Pipeline(1)
 CLAIM = (

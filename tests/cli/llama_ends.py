@@ -6,8 +6,8 @@ Each id is forced as the first of two tokens. A server that counts it as an end 
 import json
 import sys
 
+from tilewright.compress.prove.consumer_session import Request
 from tilewright.compress.prove.llama_cpp import LlamaCpp
-from tilewright.compress.prove.session import Request
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from tilewright.compress.export.targets import TARGETS, default_targets
 from tilewright.compress.export_run import export_run, vocabulary_size
 from tilewright.compress.exports_file import read_exports, write_exports
 from tilewright.compress.graph.trace import converting
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prove.held_out import ask_held_out
-from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.core.errors import CheckpointError, NumericsError
 from tilewright.data.chat import sandbox

@@ -6,7 +6,7 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings
 from tilewright.cli.app import run
-from tilewright.planner.cost import solve
+from tilewright.planner.cost import solve_layers
 
 MODEL = [
     "--model.dim",
@@ -184,8 +184,8 @@ def test_what_does_not_fit_as_it_stands_says_what_would(capsys):
 
 def test_a_model_far_too_large_is_refused_within_few_programs(capsys, monkeypatch):
     """The smallest plan is said, and a change that fits; whatever is tried takes a second of the solver."""
-    solved, minimise = [], solve.minimise
-    monkeypatch.setattr(solve, "minimise", lambda *args, **more: solved.append(args) or minimise(*args, **more))
+    solved, minimise = [], solve_layers.minimise
+    monkeypatch.setattr(solve_layers, "minimise", lambda *args, **more: solved.append(args) or minimise(*args, **more))
     assert run(["plan", "slice_42b_h200", "--on", "4090", "--fastest"]) == 3
     error = capsys.readouterr().err
     assert "for the smallest plan: layer_major" in error

@@ -7,9 +7,9 @@ import torch
 
 from tests.data.chat.families import TEXT, make_folder
 from tests.models.shapes import KERNELS
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prove.held_out import ReferenceAnswer, reference
-from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.question import Question
 from tilewright.compress.prove.texts.compare_texts import ReferenceTexts

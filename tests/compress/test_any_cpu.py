@@ -17,9 +17,9 @@ from onnx.reference.op_run import OpRun
 
 from tests.compress.models import decoder, hf, our_tokenizer, source
 from tilewright.compress.export.onnx import traced_onnx
-from tilewright.compress.onnx import columns
-from tilewright.compress.onnx.columns import quantize_columns
+from tilewright.compress.onnx import int8_columns
 from tilewright.compress.onnx.int8 import quantize_int8
+from tilewright.compress.onnx.int8_columns import quantize_columns
 from tilewright.compress.prove.held_out import all_logits
 
 INT8_KL = 5e-3
@@ -138,7 +138,7 @@ def test_the_worst_activations_are_not_clipped(shape):
 
 def test_experts_share_scales_and_no_pair():
     weight = np.random.default_rng(1).normal(size=(3, 5, 4)).astype(np.float32)
-    rows = columns.as_rows(weight)
+    rows = int8_columns.as_rows(weight)
     assert rows.shape == (4, 3 * 6)
     assert np.array_equal(rows[2].reshape(3, 6)[:, :5], weight[:, :, 2])
     assert not rows.reshape(4, 3, 6)[:, :, 5].any()

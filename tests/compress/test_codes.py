@@ -11,8 +11,8 @@ import torch
 from tests.compress.models import decoder, our_tokenizer, source
 from tilewright.compress.export import executorch
 from tilewright.compress.export import onnx as onnx_targets
-from tilewright.compress.export.codes import four_bit_codes, through, trained_codes
 from tilewright.compress.export.gguf import Q4_0
+from tilewright.compress.export.stored_codes import four_bit_codes, through, trained_codes
 from tilewright.compress.gguf.tensors import to_neighbours
 from tilewright.compress.graph.quantized import quantize_8da4w
 from tilewright.compress.graph.trace import graph_of

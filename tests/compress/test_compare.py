@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.draws import examples
 from tilewright.compress.export.targets import TARGETS
-from tilewright.compress.prove.compare import compare
+from tilewright.compress.prove.compare_answers import compare
 from tilewright.compress.prove.held_out import ReferenceAnswer
 from tilewright.compress.prove.texts.compare_texts import ReferenceTexts, compare_texts
 from tilewright.compress.prove.tolerance import FEWEST_CLEAR, TOLERANCES, beyond

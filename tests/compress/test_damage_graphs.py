@@ -11,7 +11,7 @@ from tests.compress.models import our_tokenizer, proof, source
 from tests.compress.test_damage import model
 from tilewright.compress.export.onnx import ONNX, ONNX_INT8
 from tilewright.compress.export.openvino import OPENVINO
-from tilewright.compress.prove.compare import as_json, compare
+from tilewright.compress.prove.compare_answers import as_json, compare
 from tilewright.compress.prove.held_out import reference
 from tilewright.compress.prove.tolerance import TOLERANCES, beyond
 

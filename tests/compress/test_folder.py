@@ -3,7 +3,7 @@
 import pytest
 
 from tests.compress.models import decoder, drawn, family_tokenizer, hf, our_tokenizer, proof, rules_of, source
-from tilewright.compress.export.folder import FP8, HF
+from tilewright.compress.export.hf_folder import FP8, HF
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.prove.tolerance import TOLERANCES
 from tilewright.core.config.sections.model import ModelSection

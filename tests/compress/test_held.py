@@ -9,7 +9,7 @@ from tests.compress.models import decoder, hf, our_tokenizer, proof, source
 from tests.compress.test_damage_graphs import KINDS, one_row, zero
 from tilewright.compress.export.onnx import ONNX_QDQ, traced_onnx
 from tilewright.compress.graph.trace import graph_of, input_names
-from tilewright.compress.onnx.held import differing_matrices
+from tilewright.compress.onnx.check_matrices import differing_matrices
 from tilewright.compress.onnx.qdq import quantize_qdq
 from tilewright.compress.prove.tolerance import TOLERANCES, Tolerance
 

@@ -7,8 +7,8 @@ import numpy as np
 import psutil
 import pytest
 
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prove.held_out import ReferenceAnswer
-from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.question import Question
 

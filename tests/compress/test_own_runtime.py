@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.compress.models import decoder
-from tilewright.compress.prove.session import CACHED_AT, Request
+from tilewright.compress.prove.consumer_session import CACHED_AT, Request
 from tilewright.compress.prove.torch_model import DTYPES, TorchModel
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import detect_machine

@@ -12,7 +12,7 @@ from tests.models.shapes import KERNELS, MIXED, SHAPES, make_batch, make_decoder
 from tests.optim.test_citizen import assert_in_words
 from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tests.training.test_layer_major_step import executor, steps, worst
-from tilewright.compress.prune.kinds import Whole, counts
+from tilewright.compress.prune.unit_kinds import Whole, counts
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import load_recipe, write_run_toml
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -25,8 +25,8 @@ from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
 from tilewright.parallel.inside.tensor.cuts import check_cuts, config_on_rank
 from tilewright.planner.advice.changes import of_all
-from tilewright.planner.model.classes import ShapeFinder
-from tilewright.planner.simulate.mesh.space import _cut
+from tilewright.planner.model.layer_classes import ShapeFinder
+from tilewright.planner.simulate.mesh.setting_space import _cut
 from tilewright.precision.convert import convert
 from tilewright.training.executor.standard import StandardExecutor
 

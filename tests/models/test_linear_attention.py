@@ -16,7 +16,7 @@ from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tests.training.test_layer_major_step import executor, steps, worst
 from tilewright.compress.gguf.architecture import why_no_shape
 from tilewright.compress.graph.trace import why_no_graph
-from tilewright.compress.prune.kinds import Whole, counts
+from tilewright.compress.prune.unit_kinds import Whole, counts
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import init_weights
@@ -31,7 +31,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
 from tilewright.parallel.inside.tensor.cuts import check_cuts
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.precision.convert import convert
 from tilewright.training.executor.standard import StandardExecutor
 

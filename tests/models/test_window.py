@@ -21,7 +21,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.models.rows import RowBatch
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.layer_classes import ShapeFinder
 
 
 def decoder(window, name="gqa"):

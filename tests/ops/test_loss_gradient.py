@@ -15,7 +15,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.backends.native import loss, wide
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.cost.choices import settings_of
+from tilewright.planner.cost.layer_choices import settings_of
 from tilewright.planner.model.constraints import Constraints
 
 N, D, V = 96, 32, 200

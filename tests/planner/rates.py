@@ -2,7 +2,7 @@
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.planner.cost.links import unmeasured
+from tilewright.planner.cost.storage_links import unmeasured
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.planner.rates import make_rates
 from tilewright.core.hardware import detect_machine
-from tilewright.planner.machine import again, ceilings
-from tilewright.planner.machine.again import LESS, learned, measured_again, reached, replaced
+from tilewright.planner.machine import ceilings, remeasure
 from tilewright.planner.machine.ceilings import Ceilings, known, measure
+from tilewright.planner.machine.remeasure import LESS, learned, measured_again, reached, replaced
 
 FACTOR = st.floats(0.05, 20)
 QUIET, BUSY = {"busy": 1.0, "others": 0.0}, {"busy": 1.1, "others": 0.5}
@@ -68,7 +68,7 @@ def here(monkeypatch, tmp_path):
         asked.append(formats)
         return of_bf16(make_rates().slowed(2))
 
-    monkeypatch.setattr(again, "one_round", round_of)
+    monkeypatch.setattr(remeasure, "one_round", round_of)
     return machine, tmp_path, asked
 
 

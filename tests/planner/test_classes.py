@@ -18,9 +18,9 @@ from tilewright.models.decoder.activation_bytes import work_per_token
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, count_parameters
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.gemms import BYTES
-from tilewright.planner.model.shape import Line
+from tilewright.planner.model.layer_classes import ShapeFinder
+from tilewright.planner.model.model_shape import Line
 from tilewright.planner.trace.fake_model import KERNELS, quiet, to_fake
 from tilewright.planner.trace.layer_trace import trace_layers
 from tilewright.precision.convert import convert

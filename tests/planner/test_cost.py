@@ -19,9 +19,9 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.param_groups import decay_groups
 from tilewright.planner.advice.changes import to_fit
-from tilewright.planner.cost.links import unmeasured
-from tilewright.planner.machine.overhead import GRAPH_BYTES
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.cost.storage_links import unmeasured
+from tilewright.planner.machine.process_bytes import GRAPH_BYTES
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.model.roofline import binding
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner

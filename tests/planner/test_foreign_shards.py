@@ -11,9 +11,9 @@ from tests.cover import some
 from tests.planner.rates import make_machine, make_rates, make_recipe
 from tests.training.test_tensor_hf import write_model
 from tilewright.models.build import build_model
-from tilewright.planner.cost.choices import GlobalConfig, state_bytes
-from tilewright.planner.model.classes import ShapeFinder
-from tilewright.planner.simulate.mesh.model import MeshModel, ShapeKey
+from tilewright.planner.cost.layer_choices import GlobalConfig, state_bytes
+from tilewright.planner.model.layer_classes import ShapeFinder
+from tilewright.planner.simulate.mesh.mesh_model import MeshModel, ShapeKey
 
 ENDS, MLP, ATTENTION = r"embed_tokens|lm_head", r"(mlp|shared_experts)\.(gate|up|down)_proj", r"[qkvo]_proj"
 CUT = {

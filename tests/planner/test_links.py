@@ -3,14 +3,14 @@
 import pytest
 
 from tests.planner.rates import make_machine
-from tilewright.planner.cost import links
-from tilewright.planner.cost.links import LinkSpeed, as_links, disk_speed, existing, host_speed, known
+from tilewright.planner.cost import storage_links
+from tilewright.planner.cost.storage_links import LinkSpeed, as_links, disk_speed, existing, host_speed, known
 
 
 @pytest.fixture
 def measurements(monkeypatch):
     """Small slices, and a list for what is reported before each measurement."""
-    monkeypatch.setattr(links, "_DISK_SLICE", 2**16)
+    monkeypatch.setattr(storage_links, "_DISK_SLICE", 2**16)
     return []
 
 
@@ -42,7 +42,7 @@ def test_a_disk_that_cannot_be_written_is_told(tmp_path, measurements, caplog, m
     def fails(*_, **__):
         raise OSError("read-only file system")
 
-    monkeypatch.setattr(links, "measure_link", fails)
+    monkeypatch.setattr(storage_links, "measure_link", fails)
     assert disk_speed(tmp_path, make_machine(), tmp_path / "cache") is None
     assert "cannot be measured (read-only file system)" in caplog.text
 

@@ -16,10 +16,10 @@ from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.newton_schulz import operand_format
 from tilewright.optim.muon import Muon
-from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_bytes
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.cost.layer_choices import GlobalConfig, state_bytes, update_bytes
 from tilewright.planner.model.gemms import BYTES
-from tilewright.planner.model.weights import Matrices
+from tilewright.planner.model.layer_classes import ShapeFinder
+from tilewright.planner.model.part_weights import Matrices
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.components.optimizer import make_optimizer

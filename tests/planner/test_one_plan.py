@@ -17,7 +17,7 @@ from tilewright.cli.plan_output import to_json
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.hardware import detect_machine
-from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
 from tilewright.planner.site import Site
 from tilewright.training.planning.resolve import plan_run

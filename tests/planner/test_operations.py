@@ -7,11 +7,11 @@ import pytest
 
 from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
 from tilewright.core.memory_plan import STEP_PHASES
-from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.cost.operations import HIDDEN_SHARE, Operation, by_part, total_s
 from tilewright.planner.cost.owners import OWNERS, on_host, owners_at
-from tilewright.planner.cost.phases import OffloadFlags, phases
-from tilewright.planner.cost.solve import COSTS, ChoiceGroup, Cost, PlanProblem, host_bytes, phase_bytes
+from tilewright.planner.cost.solve_layers import COSTS, ChoiceGroup, Cost, PlanProblem, host_bytes, phase_bytes
+from tilewright.planner.cost.step_phases import OffloadFlags, phases
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 

@@ -22,7 +22,7 @@ from tilewright.core.errors import FitError
 from tilewright.core.units import parse_bytes
 from tilewright.planner.advice.changes import candidates, cheapest_changes, idle_memory
 from tilewright.planner.advice.describe import no_plan
-from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import to_toml

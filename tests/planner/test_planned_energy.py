@@ -10,7 +10,7 @@ from tilewright.core.config.edit import changed
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
 from tilewright.planner.advice.energy import flops_per_token, planned_energy
-from tilewright.planner.advice.stages import largest_stage
+from tilewright.planner.advice.pipeline_rank_memory import largest_stage
 from tilewright.planner.machine.gpu_specs import find_published
 from tilewright.planner.planner import Planner
 

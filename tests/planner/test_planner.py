@@ -15,13 +15,13 @@ from tilewright.core.mip import OutOfTime
 from tilewright.planner.advice.changes import cheapest_changes
 from tilewright.planner.advice.describe import timeline, why
 from tilewright.planner.advice.sweep import largest
-from tilewright.planner.cost.choices import GlobalConfig, Links, choices
+from tilewright.planner.cost.layer_choices import GlobalConfig, Links, choices
 from tilewright.planner.cost.layer_cost import layer_cost, layer_operations
 from tilewright.planner.cost.operations import by_part, total_s
-from tilewright.planner.cost.phases import FRAGMENTS, stages
-from tilewright.planner.cost.solve import solve
+from tilewright.planner.cost.solve_layers import solve
+from tilewright.planner.cost.step_phases import FRAGMENTS, stages
 from tilewright.planner.machine.gpu_specs import find_published
-from tilewright.planner.machine.overhead import KIND_BYTES
+from tilewright.planner.machine.process_bytes import KIND_BYTES
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import is_plan_file, read_plan, to_toml

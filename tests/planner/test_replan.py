@@ -9,8 +9,8 @@ from tests.planner.test_planner import LINKS, deep_recipe, on_h200
 from tilewright.core.config.edit import changed
 from tilewright.core.memory_plan import KIND_OF, LayerMemory, MemoryPlan
 from tilewright.ops.base.compile import rounds_as_eager
-from tilewright.planner.cost.choices import GlobalConfig, Links
-from tilewright.planner.cost.phases import FRAGMENTS
+from tilewright.planner.cost.layer_choices import GlobalConfig, Links
+from tilewright.planner.cost.step_phases import FRAGMENTS
 from tilewright.planner.model import constraints
 from tilewright.planner.model.constraints import Constraints, fuses, same_bits
 from tilewright.planner.plan import Budget

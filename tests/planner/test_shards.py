@@ -21,12 +21,12 @@ from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.experts.placement import by_rank, usual
 from tilewright.parallel.inside.tensor.cuts import cut_dims
-from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
-from tilewright.planner.cost.links import unmeasured
-from tilewright.planner.cost.shards import PRICED, UNPRICED, Gathered, Shards
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.cost.layer_choices import GlobalConfig, Links, state_bytes
+from tilewright.planner.cost.rank_share import PRICED, UNPRICED, Gathered, Shards
+from tilewright.planner.cost.storage_links import unmeasured
 from tilewright.planner.model.constraints import Constraints
-from tilewright.planner.model.weights import part_shape
+from tilewright.planner.model.layer_classes import ShapeFinder
+from tilewright.planner.model.part_weights import part_shape
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 from tilewright.precision.convert import convert

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
-from tilewright.planner.cost.solve import (
+from tilewright.planner.cost.solve_layers import (
     COSTS,
     ChoiceGroup,
     Cost,

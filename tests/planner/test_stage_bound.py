@@ -15,9 +15,9 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.world import Group
-from tilewright.planner.cost.choices import executors
+from tilewright.planner.cost.layer_choices import executors
 from tilewright.planner.decide import decide
-from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.mesh_model import MeshModel
 from tilewright.planner.site import Site
 
 

@@ -10,7 +10,7 @@ from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_r
 from tests.training.tiny import rows, settings, tiny, write_text
 from tilewright.cli.app import run as command_line
 from tilewright.core.errors import UnknownFitError
-from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 from tilewright.training.session import train

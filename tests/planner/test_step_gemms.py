@@ -12,7 +12,7 @@ from tilewright.models.decoder.flops import count_flops
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.advice.step_gemms import StepGemm, alone_s, step_gemms, total_flops
 from tilewright.planner.machine.microbench import RateProbe
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.layer_classes import ShapeFinder
 
 UNITS = ("fp32", "bf16", "fp8")
 

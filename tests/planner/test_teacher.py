@@ -15,8 +15,8 @@ from tilewright.models.distill.kept import handed_on_bytes, keeping
 from tilewright.models.teacher import note_rows, stream_of
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost import teacher as costs
-from tilewright.planner.cost.choices import Links
-from tilewright.planner.model.shape import ModelShape, TeacherShape
+from tilewright.planner.cost.layer_choices import Links
+from tilewright.planner.model.model_shape import ModelShape, TeacherShape
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 from tilewright.planner.trace.byte_counter import LiveBytes

@@ -14,8 +14,8 @@ from tests.planner.families import FAMILIES, VOCAB, Family
 from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.machine.overhead import free_pages
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.machine.process_bytes import free_pages
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.model.skeleton import skeleton_of
 from tilewright.planner.trace import trace
 from tilewright.planner.trace.byte_counter import LiveBytes, flops_of

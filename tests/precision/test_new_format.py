@@ -23,7 +23,7 @@ from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, OperandFormat
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.gemms import LinearGemm, matmuls_of
-from tilewright.planner.model.operands import OperandBytes
+from tilewright.planner.model.operand_bytes import OperandBytes
 from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.audit import Audit

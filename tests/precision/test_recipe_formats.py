@@ -19,7 +19,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.ops.backends.native import dequant_gemm
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.gemms import LinearGemm, multiplied_in
-from tilewright.planner.model.operands import OperandBytes
+from tilewright.planner.model.operand_bytes import OperandBytes
 from tilewright.precision.convert import convert, explain
 from tilewright.precision.float8.audit import Audit
 from tilewright.precision.float8.linear import Float8Linear

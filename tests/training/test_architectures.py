@@ -38,7 +38,7 @@ from tilewright.models.decoder.flops import FlopCount, attention_weights, count_
 from tilewright.models.decoder.layers import MLP
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.spec import Formulas
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.training.session import train
 
 FIELDS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")

@@ -12,9 +12,9 @@ from tests.training.tiny import tiny
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner import site
-from tilewright.planner.cost.traffic import RankSpeed, RankTraffic, cut_traffic
+from tilewright.planner.cost.rank_traffic import RankSpeed, RankTraffic, cut_traffic
 from tilewright.planner.machine import ceilings
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.training.assemble import build, set_up
 
 SMALL = {

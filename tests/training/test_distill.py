@@ -13,7 +13,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill import loss as distill
 from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 from tilewright.training.session import train

@@ -14,7 +14,7 @@ from tests.training.tiny import last_state, rows, tiny
 from tilewright.cli.load_run import open_to_export
 from tilewright.core.errors import ConfigError
 from tilewright.models.distill.hidden import NAME
-from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 from tilewright.training.session import train

@@ -13,7 +13,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
-from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.decide import stages
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan_file import read_plan, to_toml

@@ -17,9 +17,9 @@ from tilewright.parallel.communicate.wire import row_bytes
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner import site
-from tilewright.planner.cost.links import rank_speed
 from tilewright.planner.cost.operations import total_s
-from tilewright.planner.cost.traffic import WIRE_SHARE, RankSpeed, RankTraffic
+from tilewright.planner.cost.rank_traffic import WIRE_SHARE, RankSpeed, RankTraffic
+from tilewright.planner.cost.storage_links import rank_speed
 from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import build, set_up
 

@@ -14,12 +14,12 @@ from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine import ceilings
 from tilewright.planner.model.constraints import Constraints
-from tilewright.planner.simulate.costs import Link
 from tilewright.planner.simulate.mesh.cluster import Cluster
-from tilewright.planner.simulate.mesh.forecast import _setting as mesh_setting
-from tilewright.planner.simulate.mesh.model import MeshModel
+from tilewright.planner.simulate.mesh.mesh_forecast import _setting as mesh_setting
+from tilewright.planner.simulate.mesh.mesh_model import MeshModel
 from tilewright.planner.simulate.mesh.rank_memory import rank_memory
-from tilewright.planner.simulate.mesh.step import MeshRates
+from tilewright.planner.simulate.mesh.setting_step import MeshRates
+from tilewright.planner.simulate.pass_costs import Link
 from tilewright.planner.site import Site
 from tilewright.training.assemble import build, set_up
 from tilewright.training.session import train

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from tilewright.cli.common import find_run, is_run
-from tilewright.compress.export.codes import Method
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.export.stored_codes import Method
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError

@@ -7,7 +7,7 @@ from tilewright.cli.common import echo, show_table
 from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
 from tilewright.planner.advice.describe import kept_in_words
 from tilewright.planner.advice.energy import PlannedEnergy, planned_energy
-from tilewright.planner.cost.rows import places
+from tilewright.planner.cost.plan_rows import places
 from tilewright.planner.plan import Plan
 from tilewright.training.planning.advice import NOTHING, Advice
 from tilewright.training.planning.minutes import expected_steps, length_in_words, long_run

@@ -14,13 +14,13 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
+from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.publish import artefact_bytes, artefact_hash, publish
-from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, Written, missing
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.exports_file import Row, read_exports, write_exports
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prove.held_out import ask_held_out, ask_images, reference
-from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.tolerance import TOLERANCES
 from tilewright.core.errors import CheckpointError, NumericsError, Problem

@@ -22,9 +22,9 @@ from tilewright.core.config.executors import capabilities_of
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF, Activations
-from tilewright.planner.advice.stages import as_it_stands, largest_stage, note_of
-from tilewright.planner.cost.choices import executors
-from tilewright.planner.cost.phases import written_beside
+from tilewright.planner.advice.pipeline_rank_memory import as_it_stands, largest_stage, note_of
+from tilewright.planner.cost.layer_choices import executors
+from tilewright.planner.cost.step_phases import written_beside
 from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, fuses, same_bits
 from tilewright.planner.plan import Plan
 from tilewright.planner.planner import FORMAT_FIELDS, Planner, narrower

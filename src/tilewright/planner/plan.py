@@ -14,14 +14,14 @@ from tilewright.core.config.recipe import ParallelSection, Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, OFFLOADS, STEP_PHASES, LayerMemory, MemoryPlan
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.planner.cost.choices import GlobalConfig, Links
+from tilewright.planner.cost.layer_choices import GlobalConfig, Links
 from tilewright.planner.cost.operations import HEAD, Operation, by_part, total_s
 from tilewright.planner.cost.owners import reserve_of, tracked
-from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
-from tilewright.planner.cost.rows import PlanRow, RankRow, rank_rows, recomputed
-from tilewright.planner.cost.traffic import RankTraffic, cut_traffic
+from tilewright.planner.cost.plan_rows import PlanRow, RankRow, rank_rows, recomputed
+from tilewright.planner.cost.rank_traffic import RankTraffic, cut_traffic
+from tilewright.planner.cost.step_phases import FRAGMENTS, FixedBytes, rollback_bytes
+from tilewright.planner.model.model_shape import ModelShape
 from tilewright.planner.model.roofline import binding
-from tilewright.planner.model.shape import ModelShape
 
 State = Literal["fits", "does not fit", "not known"]
 _SPARE = 1 + 1e-6

@@ -26,7 +26,7 @@ from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.units import format_bytes, ranges
 from tilewright.planner.model.constraints import BESIDE
-from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.model.model_shape import ModelShape
 from tilewright.planner.plan import Plan
 
 FORMAT = 3

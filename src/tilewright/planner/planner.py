@@ -15,23 +15,14 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
 from tilewright.core.mip import OutOfTime
-from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, choices, settings_of
+from tilewright.planner.cost.layer_choices import NOTHING_FIXED, GlobalConfig, choices, settings_of
 from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_operations
 from tilewright.planner.cost.mode_speed import slow_mode_notes
 from tilewright.planner.cost.operations import HEAD, Operation, computed, total_s
 from tilewright.planner.cost.owners import on_host, owners_at
-from tilewright.planner.cost.phases import (
-    CHECKPOINT,
-    EVALUATE,
-    FRAGMENTS,
-    FixedBytes,
-    OffloadFlags,
-    host_base,
-    phases,
-    rollback_bytes,
-)
-from tilewright.planner.cost.rows import PlanRow, documents_notes, recomputed
-from tilewright.planner.cost.solve import (
+from tilewright.planner.cost.plan_rows import PlanRow, documents_notes, recomputed
+from tilewright.planner.cost.rank_traffic import communication, cut_traffic
+from tilewright.planner.cost.solve_layers import (
     Answer,
     ChoiceGroup,
     Counts,
@@ -42,12 +33,21 @@ from tilewright.planner.cost.solve import (
     solve,
     stopped_note,
 )
+from tilewright.planner.cost.step_phases import (
+    CHECKPOINT,
+    EVALUATE,
+    FRAGMENTS,
+    FixedBytes,
+    OffloadFlags,
+    host_base,
+    phases,
+    rollback_bytes,
+)
 from tilewright.planner.cost.teacher import head_parts_s, teacher_s
-from tilewright.planner.cost.traffic import communication, cut_traffic
 from tilewright.planner.machine.ceilings import Ceilings
-from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
-from tilewright.planner.model.shape import LayerClass, ModelShape
+from tilewright.planner.model.layer_classes import ShapeFinder
+from tilewright.planner.model.model_shape import LayerClass, ModelShape
 from tilewright.planner.plan import Budget, Plan
 
 FORMATS = (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
-from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.model.constraints import KEPT, Constraints, fuses, same_bits
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner

@@ -15,12 +15,12 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.log import say
 from tilewright.parallel.world import MeshSizes
-from tilewright.planner.cost.choices import Links
-from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed, rank_speed
-from tilewright.planner.cost.shards import Shards
+from tilewright.planner.cost.layer_choices import Links
+from tilewright.planner.cost.rank_share import Shards
+from tilewright.planner.cost.storage_links import as_links, disk_speed, existing, host_speed, rank_speed
 from tilewright.planner.machine.ceilings import Ceilings
-from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 

@@ -13,10 +13,10 @@ from tilewright.cli.app import run as cli
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.artefacts import missed
 from tilewright.compress.budget.compress_run import Compression
-from tilewright.compress.budget.measure import row_losses_of
-from tilewright.compress.budget.settings import CompressSettings
+from tilewright.compress.budget.compress_settings import CompressSettings
+from tilewright.compress.budget.held_out_rise import row_losses_of
 from tilewright.compress.export.targets import find_targets
-from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prune.prune import prune
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
@@ -330,15 +330,15 @@ def test_a_budget_that_is_not_reached_names_the_best(run, tmp_path):
 @pytest.mark.slow
 def test_a_stage_that_was_stopped_goes_on(run, tmp_path):
     """As a signal leaves it: a checkpoint on the way; the same command trains the steps that are left."""
-    from tilewright.compress.budget import stages
+    from tilewright.compress.budget import stage_runs
 
     source = open_to_export(run)
-    stages.write_model(source, source.model, tmp_path / "whole")
-    recipe = stages.stage_recipe(source, "part", tmp_path, folder=tmp_path / "whole", taught=True, steps=4)
+    stage_runs.write_model(source, source.model, tmp_path / "whole")
+    recipe = stage_runs.stage_recipe(source, "part", tmp_path, folder=tmp_path / "whole", taught=True, steps=4)
     first = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 2})})
-    folder = stages.run_stage(first, source)
-    assert stages.run_stage(recipe, source) == folder
+    folder = stage_runs.run_stage(first, source)
+    assert stage_runs.run_stage(recipe, source) == folder
     assert (folder / "checkpoints").is_dir()
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        stages.write_model(source, source.model, tmp_path / "file")
+        stage_runs.write_model(source, source.model, tmp_path / "file")

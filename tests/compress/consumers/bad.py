@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewright.compress.prove.session import ConsumerSession, serve
+from tilewright.compress.prove.consumer_session import ConsumerSession, serve
 
 
 class Bad(ConsumerSession):

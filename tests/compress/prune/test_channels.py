@@ -9,8 +9,8 @@ from tests.compress.prune.models import drawn
 from tests.models.shapes import KERNELS
 from tilewright.compress.prune.cut import cut, difference, limit
 from tilewright.compress.prune.prune import prune
-from tilewright.compress.prune.scores import METHODS
-from tilewright.compress.prune.units import find_units
+from tilewright.compress.prune.tensors_of_units import find_units
+from tilewright.compress.prune.unit_scores import METHODS
 from tilewright.core.errors import ConfigError
 from tilewright.models.hf.load import load_hf
 

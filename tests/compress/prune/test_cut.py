@@ -10,7 +10,7 @@ from tests.compress.prune.models import batch_of, foreign, ours
 from tests.cover import some
 from tests.models.shapes import SHAPES
 from tilewright.compress.prune.cut import cut, difference, limit
-from tilewright.compress.prune.units import find_units
+from tilewright.compress.prune.tensors_of_units import find_units
 
 EPS = torch.finfo(torch.float64).eps
 NEAR = {"experts": 4 * torch.finfo(torch.float32).eps}  # routers compute in FP32 in any model

@@ -10,7 +10,7 @@ from tests.draws import examples
 from tests.models.shapes import KERNELS
 from tilewright.compress.prune.cut import LayoutError
 from tilewright.compress.prune.prune import prune
-from tilewright.compress.prune.units import parameters_left
+from tilewright.compress.prune.tensors_of_units import parameters_left
 from tilewright.core.errors import ConfigError
 from tilewright.models.hf.load import load_hf
 

@@ -6,8 +6,8 @@ import torch
 from tests.compress.prune.models import batch_of, foreign, ours
 from tests.compress.prune.test_cut import difference_of_losses
 from tilewright.compress.prune.prune import best, left, prune
-from tilewright.compress.prune.scores import METHODS, score
-from tilewright.compress.prune.units import find_units
+from tilewright.compress.prune.tensors_of_units import find_units
+from tilewright.compress.prune.unit_scores import METHODS, score
 from tilewright.core.errors import ConfigError, NumericsError
 
 

@@ -10,7 +10,7 @@ from tilewright.compress.prune.cut import cut, losses_of
 from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.refit import _NEAR, refit
-from tilewright.compress.prune.units import find_units
+from tilewright.compress.prune.tensors_of_units import find_units
 
 CASES = {  # model, kind, a layer that reads, whether its weight is [in, out]
     "ours ffn": (lambda: ours("gqa"), "ffn", "model.layers.1.mlp.down_proj", False),

@@ -7,9 +7,9 @@ import torch
 
 from tests.compress.prune.models import FOREIGN, batch_of, foreign, ours
 from tests.cover import some
-from tilewright.compress.prune.kinds import counts
 from tilewright.compress.prune.prune import prune
-from tilewright.compress.prune.units import find_units
+from tilewright.compress.prune.tensors_of_units import find_units
+from tilewright.compress.prune.unit_kinds import counts
 from tilewright.models.build import kind_of
 from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.models.hf.load import load_hf

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tilewright.planner.simulate import torch_tables as made
-from tilewright.planner.simulate.table import ScheduleTable
+from tilewright.planner.simulate.schedule_table import ScheduleTable
 from tilewright.planner.simulate.torch_tables import Asked, torch_tables
 
 

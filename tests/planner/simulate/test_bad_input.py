@@ -11,10 +11,17 @@ from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.units import parse_bytes
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner.machine.link_specs import LINKS, find_link
-from tilewright.planner.simulate.lengths import lengths_from
+from tilewright.planner.simulate.document_lengths import lengths_from
 from tilewright.planner.simulate.mesh.cluster import cluster_of
-from tilewright.planner.simulate.mesh.space import Space
-from tilewright.planner.simulate.options import failures_of, network_of, pipeline_of, seconds_of, size_of, speeds_of
+from tilewright.planner.simulate.mesh.setting_space import Space
+from tilewright.planner.simulate.option_texts import (
+    failures_of,
+    network_of,
+    pipeline_of,
+    seconds_of,
+    size_of,
+    speeds_of,
+)
 
 _NUMBERS = st.sampled_from(["0", "1", "-1", "1e3", "0.5", ".", "nan", "inf", "8-15", "7-3", "99999999999", "x", ""])
 _TEXT = st.lists(

@@ -13,13 +13,13 @@ from tests.draws import examples
 from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.core.errors import TilewrightError
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.case import DocumentCosts, SimulatedCase
-from tilewright.planner.simulate.costs import KindSeconds, Link, PassCosts, StepCosts
 from tilewright.planner.simulate.describe import ladder_row, ladder_verdict
+from tilewright.planner.simulate.document_lengths import DrawnLengths, lengths_from
 from tilewright.planner.simulate.ladder import climb, ladder_cases
-from tilewright.planner.simulate.lengths import DrawnLengths, lengths_from
-from tilewright.planner.simulate.options import check_case, network_of, pipeline_of, seconds_of, speeds_of
-from tilewright.planner.simulate.step import SimulatedStep, idle_by_cause
+from tilewright.planner.simulate.option_texts import check_case, network_of, pipeline_of, seconds_of, speeds_of
+from tilewright.planner.simulate.pass_costs import KindSeconds, Link, PassCosts, StepCosts
+from tilewright.planner.simulate.simulated_step import SimulatedStep, idle_by_cause
+from tilewright.planner.simulate.step_case import DocumentCosts, SimulatedCase
 
 LENGTHS = DrawnLengths("lognormal", (6.6, 1.1), 8192)
 

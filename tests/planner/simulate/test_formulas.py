@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.planner.simulate.conftest import LARGE, SMALL
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.costs import KindSeconds, PassCosts, StepCosts
 from tilewright.planner.simulate.formulas import (
     Failures,
     idle_in_one_wave,
@@ -18,7 +17,8 @@ from tilewright.planner.simulate.formulas import (
     in_flight_of_1f1b,
     in_flight_of_interleaved,
 )
-from tilewright.planner.simulate.step import SimulatedStep, idle_by_cause
+from tilewright.planner.simulate.pass_costs import KindSeconds, PassCosts, StepCosts
+from tilewright.planner.simulate.simulated_step import SimulatedStep, idle_by_cause
 
 ROUNDING = 1e-9
 """Sums of some thousand FP64 numbers near one."""

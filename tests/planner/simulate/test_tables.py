@@ -8,7 +8,7 @@ from torch.distributed.pipelining import Schedule1F1B, schedules
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.simulate import torch_tables
-from tilewright.planner.simulate.table import ScheduleTable, rows_text
+from tilewright.planner.simulate.schedule_table import ScheduleTable, rows_text
 
 
 def test_every_schedule_has_each_pass_once_on_the_rank_that_has_the_stage(tables):

@@ -9,9 +9,9 @@ from tilewright.cli.common import FiniteRange, echo, json_option, print_json, sh
 from tilewright.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tilewright.planner.simulate.case import SimulatedCase
     from tilewright.planner.simulate.formulas import Failures
     from tilewright.planner.simulate.ladder import Rung
+    from tilewright.planner.simulate.step_case import SimulatedCase
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_deferred", "interleaved_zero_bubble", "zbv", "dualpipe_v")
 _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
@@ -143,7 +143,7 @@ def simulate(ctx: click.Context, ladder: bool, html: str, as_json: bool, **optio
 
 
 def _failures(options: dict[str, Any], given: set[str]) -> "Failures | None":
-    from tilewright.planner.simulate.options import failures_of
+    from tilewright.planner.simulate.option_texts import failures_of
 
     names = ("checkpoint_every", "checkpoint_stall", "recover")
     if not options["fail_every"] and (idle := [name for name in names if name in given]):
@@ -159,9 +159,9 @@ def _failures(options: dict[str, Any], given: set[str]) -> "Failures | None":
 
 
 def _case(options: dict[str, Any], pipeline: Any) -> "SimulatedCase":
-    from tilewright.planner.simulate.case import DocumentCosts, SimulatedCase
-    from tilewright.planner.simulate.costs import KindSeconds
-    from tilewright.planner.simulate.options import network_of, seconds_of, size_of, speeds_of
+    from tilewright.planner.simulate.option_texts import network_of, seconds_of, size_of, speeds_of
+    from tilewright.planner.simulate.pass_costs import KindSeconds
+    from tilewright.planner.simulate.step_case import DocumentCosts, SimulatedCase
 
     forward, message = seconds_of(options["forward"], "--forward"), size_of(options["message"], "--message")
     if not forward:
@@ -188,9 +188,9 @@ def _case(options: dict[str, Any], pipeline: Any) -> "SimulatedCase":
 
 def _ladder(options: dict[str, Any]) -> "list[Rung]":
     from tilewright.parallel.pipeline.split import Pipeline
+    from tilewright.planner.simulate.document_lengths import lengths_from
     from tilewright.planner.simulate.ladder import climb
-    from tilewright.planner.simulate.lengths import lengths_from
-    from tilewright.planner.simulate.options import check_case
+    from tilewright.planner.simulate.option_texts import check_case
 
     case = _case(options, Pipeline(options["pp"]))
     check_case(case)
@@ -199,9 +199,9 @@ def _ladder(options: dict[str, Any]) -> "list[Rung]":
 
 
 def _one(options: dict[str, Any], given: set[str]) -> "Rung":
+    from tilewright.planner.simulate.document_lengths import lengths_from
     from tilewright.planner.simulate.ladder import simulated
-    from tilewright.planner.simulate.lengths import lengths_from
-    from tilewright.planner.simulate.options import check_case, pipeline_of, table_from
+    from tilewright.planner.simulate.option_texts import check_case, pipeline_of, table_from
 
     lengths = lengths_from(options["lengths"], options["max_length"])
     if not options["table"]:
@@ -232,7 +232,7 @@ def _show(rungs: "list[Rung]") -> None:
         ladder_verdict,
         setting_of,
     )
-    from tilewright.planner.simulate.step import CAUSES
+    from tilewright.planner.simulate.simulated_step import CAUSES
 
     done = [rung for rung in rungs if rung.steps]
     echo(ladder_verdict(rungs))

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.compress.budget.record import Record
-from tilewright.compress.budget.rises import in_words, rounded, ruling
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.budget.budget_rise import in_words, rounded, ruling
+from tilewright.compress.budget.compress_record import Record
+from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.target import Target, missing
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.exports_file import change_since
@@ -74,7 +74,7 @@ def judged(
         made: the run that it is of, with its rises.
         budget: of the loss.
         counts: held-out targets by domain. An export asks for as many of each domain, rises are over all of them.
-        points: of what is wrong (`measure`), as the labels that are the likeliest say.
+        points: of what is wrong (`held_out_rise`), as the labels that are the likeliest say.
 
     Example:
         >>> row = {"state": "ran", "loss": {"text": {"fp32": 2.0, "consumer": 2.1}}}

@@ -2,8 +2,8 @@
 
 Each stage is a run folder of its own below `out`, and compress.json is written after each: the same command continues
 where it was stopped. First the run is trained as many steps further, which is the control that the budget is over too
-(`rises`). Cuts are recovered and compared with the budget by halves: after one that is inside a larger one, else a
-smaller one. What the artefacts round away counts too; where that is too much, the recovered run is trained for the
+(`budget_rise`). Cuts are recovered and compared with the budget by halves: after one that is inside a larger one, else
+a smaller one. What the artefacts round away counts too; where that is too much, the recovered run is trained for the
 integers. A cut whose numbers are not finite, before or after recovery, is left out.
 """
 
@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from tilewright.compress.budget.artefacts import judged, missed, still_stand, unproven
-from tilewright.compress.budget.candidates import CutPlan, by_halves, cut_plans
-from tilewright.compress.budget.hours import EXPORTS, MEASURING, pace_of, predicted_seconds, timed
-from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
+from tilewright.compress.budget.budget_rise import in_words, rises_of, ruling
+from tilewright.compress.budget.compress_record import FILE, Record, asked_of, record_of, write_record
+from tilewright.compress.budget.compress_settings import DEFAULTS, CompressSettings
+from tilewright.compress.budget.cut_candidates import CutPlan, by_halves, cut_plans
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
-from tilewright.compress.budget.record import FILE, Record, asked_of, record_of, write_record
-from tilewright.compress.budget.rises import in_words, rises_of, ruling
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
-from tilewright.compress.budget.settings import DEFAULTS, CompressSettings
-from tilewright.compress.budget.stages import (
+from tilewright.compress.budget.stage_runs import (
     OpenRun,
     from_scratch,
     rows_are_kept,
@@ -34,13 +33,14 @@ from tilewright.compress.budget.stages import (
     trained_steps,
     write_model,
 )
-from tilewright.compress.export.codes import calibration
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.budget.stage_seconds import EXPORTS, MEASURING, pace_of, predicted_seconds, timed
+from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.export.stored_codes import calibration
 from tilewright.compress.export.target import Target
 from tilewright.compress.export_run import UNROUNDED, check_finite, export_run
-from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prune.prune import prune
-from tilewright.compress.prune.units import parameters_left
+from tilewright.compress.prune.tensors_of_units import parameters_left
 from tilewright.core.errors import ConfigError, FitError, NumericsError
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.training.components.dataset import held_out

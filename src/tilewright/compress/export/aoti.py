@@ -6,7 +6,7 @@ Inputs and outputs are those of `onnx`.
 import shutil
 from pathlib import Path
 
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.trace import converting, graph_of, trace, why_no_graph
 

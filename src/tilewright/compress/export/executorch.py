@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from tilewright.compress.export.codes import Coded, through
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.export.stored_codes import Coded, through
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.quantized import Int8Embedding, quantize_8da4w, why_not_8da4w
 from tilewright.compress.graph.trace import converting, graph_of, trace, why_no_graph
-from tilewright.compress.stored import with_stored
+from tilewright.compress.stored_values import with_stored
 
 LONGEST = 1024
 """Tokens that the program plans its memory for."""

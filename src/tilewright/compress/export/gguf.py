@@ -7,15 +7,15 @@ FP32. Length, begin and end of a text and chat template are those of the Hugging
 import functools
 from pathlib import Path
 
-from tilewright.compress.export.codes import Coded
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.export.stored_codes import Coded
 from tilewright.compress.export.target import Consumer, Target, Use, Written
 from tilewright.compress.gguf.architecture import shape_of, state, why_no_shape
-from tilewright.compress.gguf.file import beyond, write_file
+from tilewright.compress.gguf.gguf_writer import beyond, write_file
 from tilewright.compress.gguf.read import read_formats
 from tilewright.compress.gguf.tensors import BLOCK, stored_values
 from tilewright.compress.gguf.vocabulary import normal_form, vocabulary, why_no_vocabulary
-from tilewright.compress.stored import in_codes
+from tilewright.compress.stored_values import in_codes
 from tilewright.training.components.export import max_positions
 
 _LLAMA_CPP = Consumer("llama.cpp", "tilewright.compress.prove.llama_cpp", packages=("xllamacpp",), extra="gguf")

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from tilewright.compress.export.codes import calibration
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.export.stored_codes import calibration
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.trace import converting, graph_of, input_names, output_names, trace, why_no_graph
-from tilewright.compress.onnx.count import count_matmuls
-from tilewright.compress.onnx.held import differing_matrices
+from tilewright.compress.onnx.check_matrices import differing_matrices
+from tilewright.compress.onnx.count_matmuls import count_matmuls
 from tilewright.compress.onnx.int8 import quantize_int8, routers
 from tilewright.compress.onnx.qdq import quantize_qdq, violations
-from tilewright.compress.stored import in_int8
+from tilewright.compress.stored_values import in_int8
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 

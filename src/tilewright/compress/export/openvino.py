@@ -8,14 +8,14 @@ it runs.
 
 from pathlib import Path
 
+from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.onnx import traced_onnx, why_not
-from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.trace import converting
-from tilewright.compress.onnx.columns import quantize_columns, with_matmuls
-from tilewright.compress.onnx.count import count_matmuls
+from tilewright.compress.onnx.count_matmuls import count_matmuls
 from tilewright.compress.onnx.int8 import initializer, lookup, quantize_table, routers, untie
-from tilewright.compress.stored import in_int8
+from tilewright.compress.onnx.int8_columns import quantize_columns, with_matmuls
+from tilewright.compress.stored_values import in_int8
 
 
 def _write(source: ExportSource, path: Path) -> Written:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.export_source import ExportSource
 
 Use = Literal["training", "serving", "edge"]
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """The runtime that an artefact is for. It runs as `python -m module`, see `prove.session`.
+    """The runtime that an artefact is for. It runs as `python -m module`, see `prove.consumer_session`.
 
     Args:
         name: as people call it: "llama.cpp".
@@ -36,8 +36,8 @@ class Written:
         notes: what was left out or decided, in words; shown and recorded.
         lint_only: why this artefact cannot run in its consumer although it was checked; "" where it can.
         quantized: matrices by format, such as {"q8_0": 33, "f32": 9}; empty where nothing is quantised.
-        options: for the consumer, JSON; see `prove.session.Request`.
-        stored: makes the model with the values that the artefact stores, see `compress.stored`; None where they
+        options: for the consumer, JSON; see `prove.consumer_session.Request`.
+        stored: makes the model with the values that the artefact stores, see `compress.stored_values`; None where they
             are unknown.
         differing: reads the artefact, and says which of its weights are not the model's, in words; "" where all are.
             None where nothing reads them.

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from tilewright.compress.export import aoti, executorch, folder, gguf, onnx, openvino
-from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export import aoti, executorch, gguf, hf_folder, onnx, openvino
+from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.target import Target, missing
 from tilewright.core.errors import ConfigError
 
 TARGETS: tuple[Target, ...] = (
-    *(folder.HF, folder.FP8, gguf.F16, gguf.Q8_0, gguf.Q4_0),
+    *(hf_folder.HF, hf_folder.FP8, gguf.F16, gguf.Q8_0, gguf.Q4_0),
     *(onnx.ONNX, onnx.ONNX_INT8, onnx.ONNX_QDQ, openvino.OPENVINO, executorch.EXECUTORCH, aoti.AOTI),
 )
 

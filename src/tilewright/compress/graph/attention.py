@@ -11,7 +11,7 @@ R rotary width  L latent width.
 import torch
 from torch import Tensor, nn
 
-from tilewright.compress.graph.layers import GraphNorm, join, turn
+from tilewright.compress.graph.graph_layers import GraphNorm, join, turn
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 
 

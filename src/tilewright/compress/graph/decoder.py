@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.compress.graph.attention import GroupedQueryGraph, LatentGraph
-from tilewright.compress.graph.layers import GraphNorm, Rotary, causal_bias, join
+from tilewright.compress.graph.graph_layers import GraphNorm, Rotary, causal_bias, join
 from tilewright.compress.graph.mlp import GraphExperts, GraphMLP
 from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.decoder import Decoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilewright.compress.graph.layers import join
+from tilewright.compress.graph.graph_layers import join
 from tilewright.models.decoder.layers import MLP
 from tilewright.models.decoder.moe import MoE, Router
 

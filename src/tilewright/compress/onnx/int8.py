@@ -1,10 +1,10 @@
 """An ONNX graph in INT8: matmuls on integers with ranges of activations found at run time, one INT8 table for the ids.
 
 onnxruntime's own quantiser does the matmuls: weights symmetric with a scale per output channel, which is ours
-(`columns`), activations affine per tensor. The embedding it would leave in FP32, and a head that shares the embedding's
-matrix it would compute in FP32 from dequantised values (1.9x over FP32 eager in place of 4.2x). So the head is given a
-matrix of its own first. Then the table of the ids becomes INT8 with a scale per row; where the head is tied, ids are
-looked up in its columns, so that the matrix is stored once.
+(`int8_columns`), activations affine per tensor. The embedding it would leave in FP32, and a head that shares the
+embedding's matrix it would compute in FP32 from dequantised values (1.9x over FP32 eager in place of 4.2x). So the head
+is given a matrix of its own first. Then the table of the ids becomes INT8 with a scale per row; where the head is tied,
+ids are looked up in its columns, so that the matrix is stored once.
 
 Legend: V vocabulary  D model width.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.compress.graph.trace import IDS
-from tilewright.compress.onnx.columns import quantize_rows, scale_overrides, with_matmuls
+from tilewright.compress.onnx.int8_columns import quantize_rows, scale_overrides, with_matmuls
 
 
 def quantize_int8(model):

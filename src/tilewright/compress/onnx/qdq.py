@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewright.compress.onnx.columns import scale_overrides, with_matmuls
 from tilewright.compress.onnx.int8 import lookup, routers, untie
+from tilewright.compress.onnx.int8_columns import scale_overrides, with_matmuls
 
 _RUNTIME_OPS = ("DynamicQuantizeLinear", "MatMulInteger", "QLinearMatMul", "ConvInteger", "QLinearConv")
 """Operators of runtimes that quantise in another way."""

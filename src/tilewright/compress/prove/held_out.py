@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compress.prove.consumer_session import CACHED_AT
 from tilewright.compress.prove.graphs.image_question import ImageQuestion
 from tilewright.compress.prove.question import Question
-from tilewright.compress.prove.session import CACHED_AT
 from tilewright.compress.prove.texts.compare_texts import ReferenceTexts
 from tilewright.compress.prove.texts.odd_texts import odd_texts
 from tilewright.compress.prove.torch_model import all_logits

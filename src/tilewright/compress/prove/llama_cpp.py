@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.compress.gguf.read import read_formats
-from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request, serve
+from tilewright.compress.prove.consumer_session import CACHED_AT, ConsumerSession, Request, serve
 
 _ALL = 1 << 24
 """More log-probabilities than any vocabulary has tokens; the server gives all there are."""

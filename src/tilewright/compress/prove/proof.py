@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tilewright.compress.prove.compare import AnswerDifference, as_json, compare
+from tilewright.compress.prove.compare_answers import AnswerDifference, as_json, compare
+from tilewright.compress.prove.consumer_process import ConsumerLimits, ask
+from tilewright.compress.prove.consumer_session import Request
 from tilewright.compress.prove.graphs.image_question import ImageQuestion
 from tilewright.compress.prove.held_out import ReferenceAnswer
-from tilewright.compress.prove.limits import ConsumerLimits, ask
 from tilewright.compress.prove.question import Question
-from tilewright.compress.prove.session import Request
 from tilewright.compress.prove.texts.compare_texts import ReferenceTexts, compare_texts
 from tilewright.compress.prove.tolerance import Tolerance, beyond
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request, serve
+from tilewright.compress.prove.consumer_session import CACHED_AT, ConsumerSession, Request, serve
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.compress.prove.session import ConsumerSession, Request, serve
+from tilewright.compress.prove.consumer_session import ConsumerSession, Request, serve
 from tilewright.models.hf.cache import cache_name
 
 

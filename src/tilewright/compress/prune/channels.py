@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewright.compress.prune.kinds import Count
-from tilewright.compress.prune.shares import Place, Share, UnitGroup, stored
+from tilewright.compress.prune.unit_kinds import Count
+from tilewright.compress.prune.unit_places import Place, Share, UnitGroup, stored
 from tilewright.models.base.eval_mode import evaluation
 
 _Reader = nn.Conv2d | nn.BatchNorm2d | nn.Linear

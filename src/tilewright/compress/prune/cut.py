@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewright.compress.prune.kinds import Kind
-from tilewright.compress.prune.shares import ROUTER_BIAS, Place, Share, UnitGroup, stored
+from tilewright.compress.prune.unit_kinds import Kind
+from tilewright.compress.prune.unit_places import ROUTER_BIAS, Place, Share, UnitGroup, stored
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import decoder_shapes, materialize

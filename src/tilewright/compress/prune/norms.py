@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tilewright.compress.prune.cut import short_batch
-from tilewright.compress.prune.readers import Batch
+from tilewright.compress.prune.unit_readers import Batch
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.eval_mode import evaluation
 

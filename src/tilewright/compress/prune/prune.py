@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from tilewright.compress.prune.cut import Kept, LayoutError, cut, difference, limit, losses_of
-from tilewright.compress.prune.kinds import Kind
 from tilewright.compress.prune.norms import estimate_norms
-from tilewright.compress.prune.readers import Batch
 from tilewright.compress.prune.refit import can_fit
 from tilewright.compress.prune.refit import refit as fit_readers
-from tilewright.compress.prune.scores import Method, Scores, score
-from tilewright.compress.prune.shares import Place, UnitGroup
-from tilewright.compress.prune.units import find_units
+from tilewright.compress.prune.tensors_of_units import find_units
+from tilewright.compress.prune.unit_kinds import Kind
+from tilewright.compress.prune.unit_places import Place, UnitGroup
+from tilewright.compress.prune.unit_readers import Batch
+from tilewright.compress.prune.unit_scores import Method, Scores, score
 from tilewright.core.errors import ConfigError, NumericsError, Problem
 
 MULTIPLE: Mapping[Kind, int] = {"ffn": 32, "expert_channels": 32}
@@ -67,7 +67,7 @@ def prune(
     Args:
         model: a `models.base.protocols.Model` on the host, FP32 or FP64.
         shares: how much goes, by kind: at least 0, below 1. The number that stays is rounded to `multiple`.
-        importance: which units stay, see `scores`.
+        importance: which units stay, see `unit_scores`.
         batches: for importance by activation and taylor, and for `refit`.
         multiple: of what stays, by kind.
         seed: of random importance.

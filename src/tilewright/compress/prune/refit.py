@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewright.compress.prune.cut import Kept
-from tilewright.compress.prune.readers import Batch, ChannelReader, find_readers, is_transposed, run_through
-from tilewright.compress.prune.shares import Share, UnitGroup, stored
+from tilewright.compress.prune.unit_places import Share, UnitGroup, stored
+from tilewright.compress.prune.unit_readers import Batch, ChannelReader, find_readers, is_transposed, run_through
 from tilewright.core.errors import NumericsError
 
 _NEAR = 1e-3

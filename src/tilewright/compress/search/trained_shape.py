@@ -7,14 +7,14 @@ from typing import Any
 
 import xxhash
 
-from tilewright.compress.budget.measure import Batches, RowLosses, row_losses_of
-from tilewright.compress.budget.record import Record
-from tilewright.compress.budget.stages import OpenRun, run_stage, stage_recipe
-from tilewright.compress.export.source import ExportSource
-from tilewright.compress.search.choose import ChosenShape
+from tilewright.compress.budget.compress_record import Record
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_losses_of
+from tilewright.compress.budget.stage_runs import OpenRun, run_stage, stage_recipe
+from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.search.choose_shapes import ChosenShape
 from tilewright.compress.search.library.assemble import assembled
-from tilewright.compress.search.library.choices import PartChoice
-from tilewright.compress.search.library.parts import PartPlace
+from tilewright.compress.search.library.layer_parts import PartPlace
+from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.training.components.export import config_keys
 

@@ -5,7 +5,7 @@ A stage is a range of layers; the first one has the prologue too, the last one t
 last. Or two of them (V): down the ranks and up again, so the first rank has the first stage and the last one.
 
 Layers are dealt out by what they and the model's ends cost, by their number where that is not known. What a plan counts
-on, and a run then holds, is the split for the costs that the planner knows (`planner.advice.stages`).
+on, and a run then holds, is the split for the costs that the planner knows (`planner.advice.pipeline_rank_memory`).
 """
 
 import itertools

@@ -14,7 +14,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.ops.base.compile import compiles_layers
-from tilewright.planner.cost.shards import Shards
+from tilewright.planner.cost.rank_share import Shards
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from tilewright.core.errors import FitError
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.core.units import format_budget, format_bytes, format_count, format_seconds
-from tilewright.planner.cost.choices import choices
+from tilewright.planner.cost.layer_choices import choices
 from tilewright.planner.cost.layer_cost import layer_cost
-from tilewright.planner.cost.rows import PlanRow
-from tilewright.planner.cost.shards import Shards
+from tilewright.planner.cost.plan_rows import PlanRow
+from tilewright.planner.cost.rank_share import Shards
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 

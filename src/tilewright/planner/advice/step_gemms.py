@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tilewright.planner.machine.microbench import RateProbe
 from tilewright.planner.model.gemms import DTYPES, multiplied_in
-from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.model.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ from typing import Literal
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.decoder.activation_bytes import FP32, TILE
-from tilewright.planner.cost.choices import GlobalConfig, Links, opaque, state_bytes, update_bytes
+from tilewright.planner.cost.layer_choices import GlobalConfig, Links, opaque, state_bytes, update_bytes
 from tilewright.planner.cost.operations import Holding, Operation, computed, total_s
-from tilewright.planner.cost.shards import layer_backward, layer_forward
-from tilewright.planner.cost.solve import Cost
+from tilewright.planner.cost.rank_share import layer_backward, layer_forward
+from tilewright.planner.cost.solve_layers import Cost
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.constraints import SELECTED
 from tilewright.planner.model.gemms import multiplied_in
+from tilewright.planner.model.model_shape import LayerClass, ModelShape
+from tilewright.planner.model.part_weights import Weights
 from tilewright.planner.model.roofline import (
     CALL_SHARE,
     CAST_BYTES,
@@ -29,8 +31,6 @@ from tilewright.planner.model.roofline import (
     calls_s,
     remade_share,
 )
-from tilewright.planner.model.shape import LayerClass, ModelShape
-from tilewright.planner.model.weights import Weights
 
 BLOCKED_ATTENTION = 1.05
 """Attention by blocks of query rows takes this many times as long (guess)."""

@@ -10,7 +10,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.gemms import LinearGemm, multiplied_in
-from tilewright.planner.model.operands import OperandBytes
+from tilewright.planner.model.operand_bytes import OperandBytes
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import MODES, Policy
 from tilewright.precision.policy.schedule import ModeSchedule

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from tilewright.core.config.executors import Capabilities
 from tilewright.core.memory_plan import STEP_PHASES
-from tilewright.planner.cost.rows import PlanRow
-from tilewright.planner.cost.solve import Phase
+from tilewright.planner.cost.plan_rows import PlanRow
+from tilewright.planner.cost.solve_layers import Phase
 
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "work", "process")
 

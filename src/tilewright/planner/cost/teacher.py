@@ -10,11 +10,11 @@ passes all micro-batches through these.
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import LayerMemory
-from tilewright.planner.cost.choices import GlobalConfig, Links
+from tilewright.planner.cost.layer_choices import GlobalConfig, Links
 from tilewright.planner.cost.layer_cost import forward_s
 from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.model_shape import ModelShape, TeacherShape
 from tilewright.planner.model.roofline import CAST_BYTES, head_s, loss_s
-from tilewright.planner.model.shape import ModelShape, TeacherShape
 
 FP32 = 4
 ALIVE = 0.7

@@ -5,7 +5,7 @@ the middle timing of a round, because a step of a second meets the machine's slo
 (steps were planned 10 % too short by the fastest), and of the rounds the middle one, because a shared machine has slow
 seconds, and some in which it runs faster than it can keep up. On a CPU whose processors others took meanwhile, seconds
 are those of the processor that a call had (`microbench.Clock`), and of the rounds the best one's, as others share
-caches and memory too: by the clock a plan was 13 times too long. `again` corrects them beside the steps of a run.
+caches and memory too: by the clock a plan was 13 times too long. `remeasure` corrects them beside the steps of a run.
 Of what runs compiled only the optimizer is compiled for it, which takes some seconds and is cached by torch for the
 run: its eager form is up to 25 times slower. What other compiled loops reach is bounded by `bandwidth` and `exp`. The
 cache file is keyed by machine, torch, kernels and thread count; pass `refresh` to measure again. Where others took the

@@ -1,7 +1,7 @@
 """How fast the ranks of one machine exchange bytes over gloo: measured by so many processes of its own, for a moment.
 
-`measure` is called by `planner.cost.links`, which caches the result; `links` by `tilewright bench comm`. A CPU's ranks
-share its cores, so speeds are those of a number of ranks.
+`measure` is called by `planner.cost.storage_links`, which caches the result; `links` by `tilewright bench comm`. A
+CPU's ranks share its cores, so speeds are those of a number of ranks.
 """
 
 import warnings
@@ -30,13 +30,13 @@ NAMES: dict[str, LinkOperation] = {
     "reduce": "all_reduce",
     "exchange": "all_to_all",
 }
-"""Of `cost.traffic.RankSpeed`."""
+"""Of `cost.rank_traffic.RankSpeed`."""
 TIMEOUT_S = 60.0
 Operations = Sequence[tuple[LinkOperation, WireName]]
 
 
 def measure(ranks: int, progress: Callable[[str], None] | None = None) -> dict[str, float]:
-    """Measure exchanges between ranks over gloo: bytes a second by name of `cost.traffic.RankSpeed`.
+    """Measure exchanges between ranks over gloo: bytes a second by name of `cost.rank_traffic.RankSpeed`.
 
     Args:
         ranks: processes, each with one thread.

@@ -13,7 +13,7 @@ from tilewright.ops.attention import attention_kind, keeps_mask
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.newton_schulz import operand_format
-from tilewright.planner.machine.overhead import GRAPH_BYTES, KIND_BYTES, Pages, process_size
+from tilewright.planner.machine.process_bytes import GRAPH_BYTES, KIND_BYTES, Pages, process_size
 from tilewright.planner.model.gemms import (
     BYTES,
     DTYPES,
@@ -24,11 +24,19 @@ from tilewright.planner.model.gemms import (
     operand_work,
     uncast,
 )
+from tilewright.planner.model.model_shape import (
+    Coding,
+    LayerClass,
+    Line,
+    ModelShape,
+    distinct,
+    largest_weight,
+    rule_notes,
+)
+from tilewright.planner.model.part_weights import Weights
 from tilewright.planner.model.roofline import element_passes, expert_rows
-from tilewright.planner.model.rounding import rounding_kept, rounding_moved
-from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, distinct, largest_weight, rule_notes
+from tilewright.planner.model.rounding_bytes import rounding_kept, rounding_moved
 from tilewright.planner.model.skeleton import Skeleton
-from tilewright.planner.model.weights import Weights
 from tilewright.planner.trace.routed_rows import RoutedRows
 from tilewright.precision.lora.lora import adapted_layers
 from tilewright.precision.policy.gemm_formats import Gemms

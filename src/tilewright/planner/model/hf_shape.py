@@ -11,12 +11,20 @@ from tilewright.models.base.routers import find_routers
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.newton_schulz import operand_format
-from tilewright.planner.machine.overhead import free_pages, process_size
+from tilewright.planner.machine.process_bytes import free_pages, process_size
 from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, held_qdata, keeps_qdata, matmuls_of, operand_work
+from tilewright.planner.model.model_shape import (
+    Coding,
+    LayerClass,
+    Line,
+    ModelShape,
+    distinct,
+    largest_weight,
+    rule_notes,
+)
+from tilewright.planner.model.part_weights import Weights
 from tilewright.planner.model.roofline import element_passes, walked
-from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, distinct, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
-from tilewright.planner.model.weights import Weights
 from tilewright.planner.trace.byte_counter import GemmKind, flops_of
 from tilewright.planner.trace.layer_trace import Measures, TracedTraffic
 from tilewright.planner.trace.trace import ModelCalls, Trace, Tracer, Untraceable
@@ -33,8 +41,8 @@ def trace_twice(
     """Traces of one row and of two, of which FLOPs are read of one row alone; why there are none. `calls`: of the
     model, in any mode.
 
-    What quantisation moves is priced apart (`shape.Coding`): with 8-bit matmuls all that is moved, and called, is that
-    of the same model in BF16.
+    What quantisation moves is priced apart (`model_shape.Coding`): with 8-bit matmuls all that is moved, and called, is
+    that of the same model in BF16.
     """
     fp8 = policy.is_fp8
     memory = Measures.MEMORY if fp8 else Measures.MEMORY | Measures.TRAFFIC

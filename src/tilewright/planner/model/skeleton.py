@@ -20,7 +20,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.experts.stacked import stacked_experts
 from tilewright.parallel.inside.tensor.cuts import config_on_rank
 from tilewright.parallel.inside.tensor.foreign import cut_shapes
-from tilewright.planner.model.weights import Weights
+from tilewright.planner.model.part_weights import Weights
 from tilewright.precision.assign.decide import ConversionPlan, decide_all
 from tilewright.precision.assign.gathered import coded_weights, narrow_weights
 from tilewright.precision.lora.lora import add_lora, matching

@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Sequence
 
 from tilewright.core.units import format_seconds, format_share
-from tilewright.planner.simulate.case import SimulatedCase
 from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.ladder import Rung
-from tilewright.planner.simulate.step import SimulatedStep
+from tilewright.planner.simulate.simulated_step import SimulatedStep
+from tilewright.planner.simulate.step_case import SimulatedCase
 
 LADDER_COLUMNS = ("lever", "idle", "least", "greatest", "step", "times as fast", "padding", "exposed", "activations")
 ABOUT = (

@@ -7,7 +7,7 @@ stage's input, and of the gradients of its weights, through all stages of a rank
 import math
 from dataclasses import dataclass
 
-from tilewright.planner.simulate.costs import KindSeconds
+from tilewright.planner.simulate.pass_costs import KindSeconds
 
 
 def idle_in_one_wave(p: int, m: int, v: int = 1) -> float:

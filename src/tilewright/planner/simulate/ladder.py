@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.case import SimulatedCase
-from tilewright.planner.simulate.lengths import Lengths
-from tilewright.planner.simulate.step import CAUSES, SimulatedStep, idle_by_cause
-from tilewright.planner.simulate.table import ScheduleTable
+from tilewright.planner.simulate.document_lengths import Lengths
+from tilewright.planner.simulate.schedule_table import ScheduleTable
+from tilewright.planner.simulate.simulated_step import CAUSES, SimulatedStep, idle_by_cause
+from tilewright.planner.simulate.step_case import SimulatedCase
 from tilewright.planner.simulate.torch_tables import Asked, torch_tables
 
 Tables = Callable[[Sequence[Asked]], dict[Asked, ScheduleTable]]

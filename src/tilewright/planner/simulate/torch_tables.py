@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewright.core.subprocess_call import ModuleWorker, answer, call_module
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.table import ScheduleTable, rows_text
+from tilewright.planner.simulate.schedule_table import ScheduleTable, rows_text
 
 Asked = tuple[Pipeline, int]
 """A pipeline, and micro-batches per step."""

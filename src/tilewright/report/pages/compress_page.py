@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.compress.budget.hours import PROOF_S
-from tilewright.compress.budget.rises import NEAR, error_in_words, near_in_time, ruling
+from tilewright.compress.budget.budget_rise import NEAR, error_in_words, near_in_time, ruling
+from tilewright.compress.budget.stage_seconds import PROOF_S
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.report.template import fill
 

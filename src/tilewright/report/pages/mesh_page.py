@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
-from tilewright.planner.simulate.mesh.describe import COLUMNS, row_of, why_lost
-from tilewright.planner.simulate.mesh.search import BestMeshes, MeshStep
+from tilewright.planner.simulate.mesh.mesh_search import BestMeshes, MeshStep
+from tilewright.planner.simulate.mesh.search_answer import COLUMNS, row_of, why_lost
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.pages.simulate_page import PageTable, step_gantt
 from tilewright.report.summary import SummaryCard

@@ -4,7 +4,7 @@ beside measured, each replacement alone. Made from search.json; opens offline.""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tilewright.compress.budget.rises import error_in_words
+from tilewright.compress.budget.budget_rise import error_in_words
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.pages.simulate_page import PageTable

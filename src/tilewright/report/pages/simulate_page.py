@@ -18,8 +18,8 @@ from tilewright.planner.simulate.describe import (
 )
 from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.ladder import Rung
-from tilewright.planner.simulate.mesh.setting import counted
-from tilewright.planner.simulate.step import CAUSES, SimulatedStep
+from tilewright.planner.simulate.mesh.mesh_setting import counted
+from tilewright.planner.simulate.simulated_step import CAUSES, SimulatedStep
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard
 from tilewright.report.svg.charts import Series, line_chart

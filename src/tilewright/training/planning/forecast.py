@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, cast
 
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.cost.choices import GlobalConfig
-from tilewright.planner.simulate.mesh.forecast import Forecast, forecast
-from tilewright.planner.simulate.table import ScheduleTable
+from tilewright.planner.cost.layer_choices import GlobalConfig
+from tilewright.planner.simulate.mesh.mesh_forecast import Forecast, forecast
+from tilewright.planner.simulate.schedule_table import ScheduleTable
 from tilewright.planner.simulate.torch_tables import order_text
 from tilewright.training.assemble import Components, RunContext
 

@@ -17,9 +17,9 @@ from tilewright.core.json_text import from_json
 from tilewright.core.log import say
 from tilewright.core.units import format_seconds, format_share
 from tilewright.planner.cost.mode_speed import slow_mode_notes
-from tilewright.planner.machine.again import measured_again, reached
 from tilewright.planner.machine.ceilings import DTYPES, Ceilings
 from tilewright.planner.machine.microbench import WAITED
+from tilewright.planner.machine.remeasure import measured_again, reached
 from tilewright.planner.model.gemms import multiplied_in
 from tilewright.planner.model.roofline import BOUND_BY
 from tilewright.planner.plan import Plan

@@ -31,7 +31,7 @@ from tilewright.parallel.liveness.failure import (
 from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.world import World
-from tilewright.planner.cost.shards import check_shared
+from tilewright.planner.cost.rank_share import check_shared
 from tilewright.planner.plan import Plan
 from tilewright.training.assemble import Components
 from tilewright.training.hooks.agreement import Agreement

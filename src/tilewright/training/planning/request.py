@@ -16,9 +16,9 @@ from tilewright.core.log import say
 from tilewright.core.units import format_bytes, parse_bytes
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.planner.advice.sweep import largest
-from tilewright.planner.cost.choices import Links
-from tilewright.planner.cost.links import GUESSED_DISK
-from tilewright.planner.cost.shards import Shards, check_shared
+from tilewright.planner.cost.layer_choices import Links
+from tilewright.planner.cost.rank_share import Shards, check_shared
+from tilewright.planner.cost.storage_links import GUESSED_DISK
 from tilewright.planner.decide import AUTO, How, decide
 from tilewright.planner.machine import ceilings
 from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, find_published

@@ -23,7 +23,7 @@ from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.decide import AUTO, PLAN_FILE, decide, departures, user_settings, written
 from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile, read_plan, to_toml

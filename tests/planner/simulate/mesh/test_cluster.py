@@ -7,8 +7,8 @@ from tilewright.core.json_text import to_json
 from tilewright.planner.machine.gpu_specs import TABLE
 from tilewright.planner.machine.link_specs import LINK_REACH, links_of
 from tilewright.planner.machine.measured_links import LinkPoint, MeasuredLinks
-from tilewright.planner.simulate.costs import Link
 from tilewright.planner.simulate.mesh.cluster import Cluster, cluster_of
+from tilewright.planner.simulate.pass_costs import Link
 
 NODES = Cluster(4, 8, Link(400e9), Link(50e9))
 

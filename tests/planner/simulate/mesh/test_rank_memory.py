@@ -12,16 +12,16 @@ from tilewright.core.config.edit import changed
 from tilewright.core.memory_plan import KIND_OF
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.cost.phases import CHECKPOINT, EVALUATE
-from tilewright.planner.cost.shards import Gathered, Shards
-from tilewright.planner.model.classes import ShapeFinder
-from tilewright.planner.simulate.costs import Link
+from tilewright.planner.cost.rank_share import Gathered, Shards
+from tilewright.planner.cost.step_phases import CHECKPOINT, EVALUATE
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.simulate.mesh.cluster import Cluster
-from tilewright.planner.simulate.mesh.model import MeshModel, ShapeKey
-from tilewright.planner.simulate.mesh.search import MeshSearch
-from tilewright.planner.simulate.mesh.setting import MeshSetting
-from tilewright.planner.simulate.mesh.space import Space
-from tilewright.planner.simulate.mesh.step import MeshCosts, MeshRates
+from tilewright.planner.simulate.mesh.mesh_model import MeshModel, ShapeKey
+from tilewright.planner.simulate.mesh.mesh_search import MeshSearch
+from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
+from tilewright.planner.simulate.mesh.setting_space import Space
+from tilewright.planner.simulate.mesh.setting_step import MeshCosts, MeshRates
+from tilewright.planner.simulate.pass_costs import Link
 
 RATES, ONE = make_rates(), Pipeline(1)
 MODELS = {"dense": {"num_kv_heads": 2}, "untied": {"tie_embeddings": False}, "moe": MOE, "mla": MLA}

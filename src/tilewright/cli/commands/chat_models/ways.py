@@ -20,9 +20,9 @@ from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import is_hub_name, missing_files
 from tilewright.planner.advice.changes import WORTH, Change, of_shards
-from tilewright.planner.cost.shards import Shards
+from tilewright.planner.cost.rank_share import Shards
 from tilewright.planner.decide import decide, departures, typed_too, variants
-from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.plan import Plan, State
 from tilewright.planner.planner import FORMAT_FIELDS
 from tilewright.planner.site import Site

@@ -30,7 +30,7 @@ from tilewright.core.units import format_bytes
 from tilewright.energy.processors import processor_counters
 
 if TYPE_CHECKING:
-    from tilewright.planner.cost.links import LinkSpeed
+    from tilewright.planner.cost.storage_links import LinkSpeed
     from tilewright.planner.machine.ceilings import Ceilings
 
 DISK_TEST_BYTES = 64 * 2**20
@@ -57,13 +57,13 @@ def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, a
     import torch
 
     from tilewright.ops.kernels import Kernels
-    from tilewright.planner.cost import links
+    from tilewright.planner.cost import storage_links
     from tilewright.planner.cost.mode_speed import slow_modes
     from tilewright.planner.machine import ceilings, step_share
 
     machine = detect_machine(device)
     torch.set_num_threads(machine.physical_cores)  # as a run has them: ceilings are kept by number of threads
-    rates, speeds = ceilings.known(machine), links.known(machine, Path.cwd())
+    rates, speeds = ceilings.known(machine), storage_links.known(machine, Path.cwd())
     kernels = Kernels(machine).explain()
     speed = _disk_write_speed(Path.cwd())
     slow = {} if rates is None else slow_modes(rates, machine)

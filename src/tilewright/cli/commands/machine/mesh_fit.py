@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tilewright.planner.simulate.mesh.find import MeshFinder
+    from tilewright.planner.simulate.mesh.recipe_searches import MeshFinder
 
 FinderOf = Callable[[int, Mapping[str, Any]], "MeshFinder"]
 """Of a number of ranks and the options of the command."""

@@ -11,8 +11,8 @@ from tilewright.core.units import format_bytes
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
     from tilewright.planner.advice.energy import PlannedEnergy
-    from tilewright.planner.simulate.mesh.find import MeshChange, MeshFinder
-    from tilewright.planner.simulate.mesh.search import BestMeshes, MeshStep, Tables
+    from tilewright.planner.simulate.mesh.mesh_search import BestMeshes, MeshStep, Tables
+    from tilewright.planner.simulate.mesh.recipe_searches import MeshChange, MeshFinder
 
 BEST = 5
 """Settings that are shown."""
@@ -82,7 +82,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
     """
     with gc_paused():
         from tilewright.data.common.progress import ProgressBar
-        from tilewright.planner.simulate.mesh import describe
+        from tilewright.planner.simulate.mesh import search_answer
         from tilewright.planner.simulate.mesh.why import step_named, why
         from tilewright.planner.simulate.torch_tables import KeptTables
 
@@ -107,12 +107,12 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
         print_json({"why": lines}) if as_json else echo("\n".join(lines))
     elif as_json:
         told = {"notes": list(notes), "energy": _energy(loaded, found.best[0], world, options["on"]).to_json()}
-        print_json(describe.to_json(found, changes) | told | ({"compared": other} if other else {}))
+        print_json(search_answer.to_json(found, changes) | told | ({"compared": other} if other else {}))
     else:
         _show(found, changes, world, loaded, options, notes)
         if other:
             echo()
-            show_table(("", loaded.name, options["compare"]), describe.compared(found.best[0], other))
+            show_table(("", loaded.name, options["compare"]), search_answer.compared(found.best[0], other))
     _write(loaded, found, changes, world, options, notes, quiet=as_json)
 
 
@@ -120,7 +120,7 @@ def _nothing_fits(
     loaded: "Loaded", world: int, options: Mapping[str, Any], found: "BestMeshes", finder: "MeshFinder"
 ) -> FitError:
     from tilewright.cli.commands.machine.mesh_fit import fitting, tried_in_vain
-    from tilewright.planner.simulate.mesh import describe
+    from tilewright.planner.simulate.mesh import search_answer
 
     assert found.nearest is not None
 
@@ -130,7 +130,7 @@ def _nothing_fits(
     helps = fitting(finder_of, world, options)
     return FitError(
         f"{loaded.name} does not fit {world} GPUs in any mesh",
-        got=f"nearest of {found.settings:,} settings: {describe.miss_words(found.nearest)}",
+        got=f"nearest of {found.settings:,} settings: {search_answer.miss_words(found.nearest)}",
         need=f"at most {format_bytes(found.nearest.budget_bytes)} on each rank",
         try_=" or ".join(helps) or tried_in_vain(world),
         where="--world",
@@ -145,7 +145,7 @@ def _finder(
         from tilewright.core.hardware import detect_machine
         from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
         from tilewright.planner.simulate.mesh.cluster import cluster_of
-        from tilewright.planner.simulate.mesh.find import MeshFinder
+        from tilewright.planner.simulate.mesh.recipe_searches import MeshFinder
         from tilewright.training.planning.request import device_budget, published_notes, vocab_size_of
 
     recipe, row = loaded.recipe, find_published(options["on"])
@@ -162,11 +162,11 @@ def _finder(
 def _other(world: int, options: Mapping[str, Any], typed: Sequence[str], tables: "Tables") -> "dict[str, str]":
     """The best mesh of another recipe, in numbers."""
     from tilewright.core.config.load import load_recipe
-    from tilewright.planner.simulate.mesh import describe
+    from tilewright.planner.simulate.mesh import search_answer
 
     other = load_recipe(options["compare"], list(typed))
     found = _finder(other, world, options, tables)[0].best(1)
-    return describe.numbers(found.best[0]) if found.best else {"step": "does not fit"}
+    return search_answer.numbers(found.best[0]) if found.best else {"step": "does not fit"}
 
 
 def _show(
@@ -177,23 +177,23 @@ def _show(
     options: Mapping[str, Any],
     notes: Sequence[str],
 ) -> None:
-    from tilewright.planner.simulate.mesh import describe
+    from tilewright.planner.simulate.mesh import search_answer
 
     best = found.best[0]
-    echo(describe.verdict(found, world, options["on"]))
+    echo(search_answer.verdict(found, world, options["on"]))
     echo()
-    show_table(describe.COLUMNS, [describe.row_of(place, step) for place, step in enumerate(found.best, 1)])
+    show_table(search_answer.COLUMNS, [search_answer.row_of(place, step) for place, step in enumerate(found.best, 1)])
     echo()
     for place, step in enumerate(found.best[1:], 2):
-        echo(f"{place} lost: {describe.why_lost(best, step)}")
+        echo(f"{place} lost: {search_answer.why_lost(best, step)}")
     own = (loaded.recipe.optim.moments, loaded.recipe.optim.master_weights)
     if found.formats != own:
         words = best.setting.optimizer_words()
         echo(f"narrowed, which changes what is learned: {words}; with the recipe's formats nothing fits")
     for change in changes:
-        option, tokens, gain, setting = describe.change_row(change)
+        option, tokens, gain, setting = search_answer.change_row(change)
         echo(f"faster, but changes what is learned: {option}: {tokens} tokens/s, {gain} more ({setting})")
-    for name, why_not in describe.refused_by_train(loaded.recipe, best).items():
+    for name, why_not in search_answer.refused_by_train(loaded.recipe, best).items():
         echo(f"not in train: {name} = {best.setting.settings()[name]} ({why_not})")
     echo(f"energy: {_energy(loaded, best, world, options['on']).words}")
     echo(f"searched: {found.settings:,} settings, {found.simulated:,} simulated; the others do not fit or are slower")
@@ -222,15 +222,15 @@ def _write(
     quiet: bool,
 ) -> None:
     """The files that are asked for."""
-    from tilewright.planner.simulate.mesh import describe
+    from tilewright.planner.simulate.mesh import search_answer
 
-    verdict = describe.verdict(found, world, options["on"])
+    verdict = search_answer.verdict(found, world, options["on"])
     if options["out"]:
         head = [f"tilewright plan {loaded.name} --world {world} --on {options['on']}", verdict]
-        text = describe.recipe_text(loaded.name, loaded.recipe, found.best[0], head)
+        text = search_answer.recipe_text(loaded.name, loaded.recipe, found.best[0], head)
         write_answer("--out", options["out"], text, quiet=quiet)
     if options["html"]:
         from tilewright.report.pages.mesh_page import render_meshes
 
-        rows = [describe.change_row(change) for change in changes]
+        rows = [search_answer.change_row(change) for change in changes]
         write_answer("--html", options["html"], render_meshes(found, verdict, rows, notes), quiet=quiet)

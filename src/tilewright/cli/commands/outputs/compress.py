@@ -21,8 +21,8 @@ from tilewright.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from tilewright.compress.budget.candidates import CutPlan
     from tilewright.compress.budget.compress_run import Compression
+    from tilewright.compress.budget.cut_candidates import CutPlan
 
 PAGE = "compress.html"
 
@@ -90,14 +90,14 @@ def compress(
 
     Of a run that classifies images the budget is in percentage points of held-out images, and recovery has no teacher.
     """
-    from tilewright.compress.budget.settings import DEFAULTS, CompressSettings
+    from tilewright.compress.budget.compress_settings import DEFAULTS, CompressSettings
 
     asked["refit"] = not asked.pop("no_refit")
     usual = DEFAULTS.get(_task_of(run), DEFAULTS["causal_lm"])
     settings = CompressSettings.of(budget, targets or usual[0], kinds or usual[1], **asked)
     from tilewright.cli.load_run import open_to_compress, open_to_export
     from tilewright.compress.budget.compress_run import Compression
-    from tilewright.compress.prove.limits import ConsumerLimits
+    from tilewright.compress.prove.consumer_process import ConsumerLimits
 
     limits = ConsumerLimits.of_this_machine(time_limit)
     source = open_to_compress(run, overrides(ctx))
@@ -130,8 +130,8 @@ def _task_of(name: str) -> str:
 
 
 def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
-    from tilewright.compress.budget.hours import in_hours
-    from tilewright.compress.budget.rises import error_in_words
+    from tilewright.compress.budget.budget_rise import error_in_words
+    from tilewright.compress.budget.stage_seconds import in_hours
     from tilewright.core.units import format_bytes, format_seconds
 
     whole = compression.record["parameters"]

@@ -18,7 +18,7 @@ from tilewright.cli.common import (
 from tilewright.core.log import say
 
 if TYPE_CHECKING:
-    from tilewright.compress.export.codes import Method
+    from tilewright.compress.export.stored_codes import Method
 
 
 @click.command()
@@ -67,7 +67,7 @@ def export(
     targets = find_targets(to) if to else None  # a typing error before the model is loaded
     from tilewright.cli.load_run import open_to_export
     from tilewright.compress.export_run import check_proofs, export_run
-    from tilewright.compress.prove.limits import ConsumerLimits
+    from tilewright.compress.prove.consumer_process import ConsumerLimits
     from tilewright.report.run_data.exports_table import COLUMNS, conditions, remarks, table_rows
 
     source = open_to_export(run, without_tokenizer, method, normalized_text)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compress.prove.session import CACHED_AT, ConsumerSession
+from tilewright.compress.prove.consumer_session import CACHED_AT, ConsumerSession
 
 
 class KeptTensors(ConsumerSession):

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from tilewright.compress.onnx.count import count_matmuls
+from tilewright.compress.onnx.count_matmuls import count_matmuls
+from tilewright.compress.prove.consumer_session import Request, serve
 from tilewright.compress.prove.graphs.kept_tensors import KeptTensors
-from tilewright.compress.prove.session import Request, serve
 
 
 class OnnxRuntime(KeptTensors):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.compress.prove.consumer_session import Request, serve
 from tilewright.compress.prove.graphs.kept_tensors import KeptTensors
-from tilewright.compress.prove.session import Request, serve
 
 
 class OpenVino(KeptTensors):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tilewright.compress.search.library.choices import PartChoice
-from tilewright.compress.search.library.parts import PartPlace, joined
-from tilewright.compress.search.library.train import part_at
+from tilewright.compress.search.library.layer_parts import PartPlace, joined
+from tilewright.compress.search.library.replacement_choices import PartChoice
+from tilewright.compress.search.library.train_replacements import part_at
 from tilewright.models.build import decoder_shapes, materialize
 from tilewright.models.decoder.config import DecoderConfig
 

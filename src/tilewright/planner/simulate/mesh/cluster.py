@@ -14,8 +14,8 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bytes
 from tilewright.planner.machine.link_specs import LINK_GUESS, LINK_REACH, LinkSpec, find_link, links_of
 from tilewright.planner.machine.measured_links import MeasuredLinks
-from tilewright.planner.simulate.costs import Link
-from tilewright.planner.simulate.options import seconds_of, size_of
+from tilewright.planner.simulate.option_texts import seconds_of, size_of
+from tilewright.planner.simulate.pass_costs import Link
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Layers over stages by the seconds of a setting: the last one has the head too."""
 
 from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split
-from tilewright.planner.simulate.mesh.model import StageLayers
-from tilewright.planner.simulate.mesh.step import MeshCosts
+from tilewright.planner.simulate.mesh.mesh_model import StageLayers
+from tilewright.planner.simulate.mesh.setting_step import MeshCosts
 
 
 def spread_layers(costs: MeshCosts) -> tuple[int, ...]:

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tilewright.core.memory_plan import LayerMemory
-from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.cost.layer_cost import GemmCost, LayerParts, end_class
 from tilewright.planner.cost.owners import owners_at
-from tilewright.planner.cost.phases import FRAGMENTS, OffloadFlags, phases
-from tilewright.planner.cost.rows import PlanRow
-from tilewright.planner.cost.solve import Cost
-from tilewright.planner.model.shape import LayerClass, ModelShape
-from tilewright.planner.simulate.mesh.model import NO_LINKS, MeshModel, StageLayers, part_of
-from tilewright.planner.simulate.mesh.setting import MeshSetting
+from tilewright.planner.cost.plan_rows import PlanRow
+from tilewright.planner.cost.solve_layers import Cost
+from tilewright.planner.cost.step_phases import FRAGMENTS, OffloadFlags, phases
+from tilewright.planner.model.model_shape import LayerClass, ModelShape
+from tilewright.planner.simulate.mesh.mesh_model import NO_LINKS, MeshModel, StageLayers, part_of
+from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
 
 Owners = Mapping[str, float]
 _DEVICE = OffloadFlags(is_offloaded=False, on_disk=False)

@@ -2,8 +2,8 @@
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bytes, format_seconds, ranges
-from tilewright.planner.simulate.mesh.describe import why_lost
-from tilewright.planner.simulate.mesh.search import BestMeshes, MeshStep
+from tilewright.planner.simulate.mesh.mesh_search import BestMeshes, MeshStep
+from tilewright.planner.simulate.mesh.search_answer import why_lost
 
 
 def step_named(found: BestMeshes, text: str) -> tuple[int, MeshStep]:
