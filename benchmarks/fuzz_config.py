@@ -14,13 +14,13 @@ import tomllib
 from pathlib import Path
 
 from benchmarks.fuzz import drive
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
 from tilewright.core.errors import MAX_LINES, ConfigError
 from tilewright.core.units import parse_bytes
 
 CLAIM = "generated configurations give a recipe with all that was typed, or one screen of errors: no traceback, no hang"
-FIELDS = list(schema.fields())
+FIELDS = list(setting_names.fields())
 ODD = (
     *('""', '"\\u0000"', '"\\u001b[31m"', "[]", "{}", "[[[]]]", "{a = {b = 1}}", "nan", "-inf", "1e400", "-1", "0"),
     *(
@@ -63,7 +63,7 @@ NAMES = (
 )
 
 
-def sound(rng: random.Random, item: schema.Field) -> str:
+def sound(rng: random.Random, item: setting_names.Field) -> str:
     """A value of the setting's kind, in TOML; it may still conflict with others."""
     if item.choices:
         return json.dumps(rng.choice(item.choices))
@@ -131,7 +131,7 @@ def run_case(seed: int, folder: Path) -> str:
         loaded = load_recipe(child, overrides, environ=environ)
     except ConfigError as error:
         return "error: " + checked(error)
-    values = schema.flat(loaded.recipe.model_dump())
+    values = setting_names.flat(loaded.recipe.model_dump())
     for path, value in flags.items():
         assert path in values, f"--{path} {value} was taken and is no setting"
         assert loaded.sources[path] == "cli", f"--{path} has source {loaded.sources[path]}"

@@ -83,7 +83,7 @@ def executor_of(recipe: Any, compiled: bool, folder: Path) -> Any:
     from tilewright.precision.policy.policy import Policy
     from tilewright.training.components.model import first_values
     from tilewright.training.executor.base import ExecutorInputs
-    from tilewright.training.executor.kinds import layer_major_executor
+    from tilewright.training.executor.executor_kinds import layer_major_executor
     from tilewright.training.executor.standard import StandardExecutor
 
     memory, optim = recipe.memory, recipe.optim

@@ -14,7 +14,7 @@ import tilewright
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.compress.prove.compare_answers import CLEAR
 from tilewright.compress.prove.tolerance import FEWEST_CLEAR, TOLERANCES
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.load import load_recipe, shipped_recipes
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import RECIPES, toml_text
@@ -58,9 +58,9 @@ def data_build() -> str:
 def _settings(root: type[BaseModel]) -> list[str]:
     """A table of each section of a schema."""
     lines: list[str] = []
-    for section in schema.sections(root):
+    for section in setting_names.sections(root):
         lines += ["", f"## [{section}]", "", "| setting | default | value | meaning |", "|---|---|---|---|"]
-        for item in schema.fields(root):
+        for item in setting_names.fields(root):
             if item.path.startswith(section + "."):
                 name = item.path.partition(".")[2]
                 cells = (f"`{name}`", f"`{toml_text(item.info.default)}`", item.wants, item.doc)

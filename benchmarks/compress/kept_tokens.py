@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.common import write_result
 from benchmarks.compress.prune_stages import Study
 from tilewright.compress.prune.prune import prune
-from tilewright.models.distill.kept import bytes_per_position, decode, encode, keeping
+from tilewright.models.distill.kept_tokens import bytes_per_position, decode, encode, keeping
 from tilewright.models.distill.sampled import weights
 from tilewright.models.distill.top_k import top_k_of
 

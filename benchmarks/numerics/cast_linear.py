@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.common import spread, write_result
 from benchmarks.turns import in_turns, ratio
-from tilewright.precision.mixed.cast import CastLinear
+from tilewright.precision.mixed.cast_layers import CastLinear
 
 CLAIM = "a converted linear layer costs at most 5 % more than torch's own in BF16, forward and backward"
 SHAPES = ((4096, 512, 1408), (4096, 1408, 512), (4096, 512, 512), (2048, 512, 1408))

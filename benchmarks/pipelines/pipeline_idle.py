@@ -30,7 +30,7 @@ from torch import nn
 
 from benchmarks.common import RESULTS, Stolen, spread, write_result
 from tilewright.core.config.sections.parallel import ScheduleName
-from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
+from tilewright.ops.base.weight_gradient_queue import Waiting, WeightGradientQueue
 from tilewright.parallel.agree import gather
 from tilewright.parallel.pipeline.assignment import Room
 from tilewright.parallel.pipeline.balance.assign import RowShape, WeighedDocuments, choose

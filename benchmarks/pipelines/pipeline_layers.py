@@ -52,9 +52,9 @@ from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork, name
 from tilewright.parallel.pipeline.balance.fit import CostFit, StageSeconds
 from tilewright.parallel.pipeline.balance.passes import PassClock
 from tilewright.parallel.pipeline.balance.replay import Pass, busy_s, idle_time, replayed, span_s
+from tilewright.parallel.pipeline.rank_passes import PipelineSteps
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
-from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import World, join
 
 CLAIM = (

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from benchmarks.common import Stolen, spread, write_result
 from benchmarks.pipelines.pipeline_idle import Waits
-from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.parallel.agree import gather
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.torch_names import SCHEDULES

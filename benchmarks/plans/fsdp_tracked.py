@@ -31,7 +31,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import KIND_OF, STEP_PHASES, memory_plan_of
 from tilewright.models.build import build_model
-from tilewright.ops.base.parts import part_of
+from tilewright.ops.base.tensor_parts import part_of
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline

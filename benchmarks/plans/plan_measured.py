@@ -56,7 +56,7 @@ from tilewright.core.memory_plan import MemoryPlan
 from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import Components, RunContext, build, set_up
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.hooks.replan_setup import replanner_for
 from tilewright.training.planning.resolve import plan_run

@@ -56,7 +56,7 @@ with gc_paused():
     from tilewright.planner.cost.layer_choices import Links
     from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
     from tilewright.planner.site import Site
-    from tilewright.training.planning.refused import replanned
+    from tilewright.training.planning.does_not_fit import replanned
 case = json.loads(sys.argv[1])
 row = find_published("h200")
 machine = row.machine(detect_machine("cpu"), case["host"])

@@ -62,7 +62,9 @@ def why_not(name: str) -> str | None:
 def load_libraries(name: str) -> None:
     """Import what a row's user imports, so that its size can be reported from that of the training."""
     for module in (
-        ("tilewright.training.executor.kinds",) if name in OURS else ("transformers.models.llama.modeling_llama",)
+        ("tilewright.training.executor.executor_kinds",)
+        if name in OURS
+        else ("transformers.models.llama.modeling_llama",)
     ):
         import_module(module)
     if name in PEERS:

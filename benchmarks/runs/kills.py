@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import spread, write_result
 from benchmarks.run_command import rows, step_rows, train_command
-from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors, stored_tensors
 
 CLAIM = (
     "killed at random moments, runs end with the bits of an undisturbed one, and lose no more work per kill than "

@@ -20,7 +20,7 @@ import torch
 from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.offload.bandwidth import measure_link
-from tilewright.memory.offload.layout import placeholder
+from tilewright.memory.offload.flat_layout import placeholder
 from tilewright.memory.offload.pool import OffloadPool
 
 CLAIM = "Slices come and go beside the computation: what a tier costs is what its link cannot do in that time."

@@ -26,7 +26,7 @@ import psutil
 from benchmarks.common import spread, write_result
 from tilewright.core.config.load import load_recipe, write_run_toml
 from tilewright.training.executor.base import StepResult
-from tilewright.training.runlog.files import Counters, RunLog
+from tilewright.training.runlog.record_files import Counters, RunLog
 from tools.browser import browser, why_not
 
 CLAIM = "4 runs of 10,000 steps: first view under 1 s, under 100 MB resident, under 1 % of a core while idle"

@@ -21,7 +21,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.sampling import Sampling
 from tilewright.serving.batch import Batch
-from tilewright.serving.draw import AnswerSettings
+from tilewright.serving.next_token import AnswerSettings
 from tilewright.serving.session import Session
 
 CLIENTS, TOKENS, PROMPT, ROUNDS = 8, 16, 32, 7

@@ -7,7 +7,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.planner.plan import Plan
 from tilewright.training.assemble import HookFactory
 from tilewright.training.executor.base import ExecutorKind
-from tilewright.training.planning.request import PlanRequest, asked_for, plan_for
+from tilewright.training.planning.plan_request import PlanRequest, asked_for, plan_for
 from tilewright.training.session import RunResult
 from tilewright.training.session import train as run_training
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tilewright.cli import app
-from tilewright.core.config.schema import fields
+from tilewright.core.config.setting_names import fields
 from tilewright.core.errors import FitError, HardwareError, NumericsError
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from tests.cli.tuned import arguments, make_model, make_talks
 from tests.contracts.observe import fixed_ceilings
+from tilewright.cli.commands.chat_models.finetune_ways import _Planning, ways
 from tilewright.cli.commands.chat_models.tuned_recipe import tuned_recipe
-from tilewright.cli.commands.chat_models.ways import _Planning, ways
 from tilewright.planner.advice.changes import WORTH
 from tilewright.planner.decide import typed_too
-from tilewright.training.planning.request import PlanRequest
+from tilewright.training.planning.plan_request import PlanRequest
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

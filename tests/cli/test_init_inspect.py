@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tilewright.cli.app import run
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
 from tilewright.core.config.toml import RECIPES
 
@@ -48,7 +48,7 @@ def test_init_unknown_recipe(capsys):
 def test_inspect_lists_every_setting_with_its_source(capsys):
     assert run(["inspect", "fp32", "--train.steps", "5", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert list(rows) == [field.path for field in schema.fields()]
+    assert list(rows) == [field.path for field in setting_names.fields()]
     assert rows["train.steps"] == {"value": 5, "source": "cli"}
     assert rows["precision.mode"] == {"value": "fp32", "source": "file fp32.toml"}
     assert rows["model.dim"]["source"] == "extends default.toml"
@@ -57,7 +57,7 @@ def test_inspect_lists_every_setting_with_its_source(capsys):
 def test_inspect_prints_one_line_a_setting_and_notes(capsys):
     assert run(["inspect", "--model.kv_lora_rank", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(list(schema.fields())) + 1
+    assert len(lines) == 1 + len(list(setting_names.fields())) + 1
     assert lines[-1].startswith("note: model.kv_lora_rank has no effect here")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.section import EVERY
 from tilewright.core.config.sections.data import MixingSection
 from tilewright.core.config.sections.precision import PrecisionRule
@@ -239,7 +239,7 @@ PROOFS: dict[str, Probe | str] = {
     "parallel.dp_replicate": Probe("2", "error"),
     "parallel.dp_shard": Probe("2", "error"),
     "parallel.tp": Probe("2", "error"),
-    "parallel.sequence_parallel": "tests/parallel/inside/tensor/test_rows.py::test_a_rank_keeps_its_slice",
+    "parallel.sequence_parallel": "tests/parallel/inside/tensor/test_sequence_slices.py::test_a_rank_keeps_its_slice",
     "parallel.dispatch": "tests/training/test_experts_run.py::test_rows_travel_in_fp8",
     "parallel.grad_sync": "tests/parallel/communicate/test_gradients.py::test_gradients_arrive_in_each_wire_format",
     "parallel.place_experts": _PLACES,
@@ -337,7 +337,7 @@ def test_the_setting_changes_what_it_is_for(name, shared, tmp_path, monkeypatch)
     changed = run(given | {name: proof.value}, shared, tmp_path / "with", monkeypatch)
     assert proof.sees in without or proof.sees in changed
     assert without.get(proof.sees) != changed.get(proof.sees), f"{name} = {proof.value} changes nothing in {proof.sees}"
-    if schema.changes_numbers(name):
+    if setting_names.changes_numbers(name):
         assert name in SHOWN_ELSEWHERE or proof.sees not in NO_NUMBERS, (
             f"{name} is said to change numbers, and its proof shows none"
         )
@@ -362,18 +362,18 @@ def _same_weights(one, other):
     return one["checkpoints"][-1:] != other["checkpoints"][-1:] or one["weights"] == other["weights"]
 
 
-@pytest.mark.parametrize("section", schema.sections())
+@pytest.mark.parametrize("section", setting_names.sections())
 def test_each_setting_says_whether_it_changes_numbers(section):
     """Once, where it is declared. A resumed run, and steps found for minutes, go by it."""
-    model = schema.sections()[section]
-    own = {item.path.rpartition(".")[2] for item in schema.fields() if item.path.rpartition(".")[0] == section}
+    model = setting_names.sections()[section]
+    own = {item.path.rpartition(".")[2] for item in setting_names.fields() if item.path.rpartition(".")[0] == section}
     keeps, changes = list(model.keeps_numbers), list(model.changes_numbers)
     said = keeps + (sorted(own - set(keeps)) if changes == list(EVERY) else changes)
     assert sorted(said) == sorted(own), "each setting of a section is in one of its two lists, once"
 
 
 def test_every_setting_has_a_proof():
-    assert set(PROOFS) == {item.path for item in schema.fields()}
+    assert set(PROOFS) == {item.path for item in setting_names.fields()}
     assert set(RULES) == set(PrecisionRule.model_fields)
 
 
@@ -395,7 +395,7 @@ def words_outside():
     return {word for file in readers for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
 
 
-@pytest.mark.parametrize("path", [item.path for item in schema.fields()])
+@pytest.mark.parametrize("path", [item.path for item in setting_names.fields()])
 def test_every_setting_is_read_outside_of_core(path, words_outside):
     """By its name as an attribute or as a text, in the package that it belongs to."""
     assert path.rpartition(".")[2] in words_outside or path == "log.report"

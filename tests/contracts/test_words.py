@@ -13,7 +13,7 @@ from tests.contracts.syntax import statements
 from tests.docs.test_typed import OPTION, is_typed, options, settings_of_recipes, wrong
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.core import errors
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "tilewright"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -106,7 +106,7 @@ def helps() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    return {item.path: item.doc for item in schema.fields()}
+    return {item.path: item.doc for item in setting_names.fields()}
 
 
 def lines_of_errors() -> dict[str, str]:

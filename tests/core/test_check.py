@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
@@ -131,7 +131,7 @@ def test_what_another_setting_makes_void_is_no_conflict(settings):
 
 
 def test_voids_name_real_fields():
-    known = {field.path for field in schema.fields()}
+    known = {field.path for field in setting_names.fields()}
     assert {f"{section}.{name}" for _, _, section, names in _VOID for name in names} <= known
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.edit import accepted, changed, with_settings
 from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
 from tilewright.core.config.recipe import Recipe
@@ -34,7 +34,7 @@ def test_without_a_file_everything_is_the_default():
     loaded = load_recipe(None, environ={})
     assert loaded.recipe == Recipe()
     assert set(loaded.sources.values()) == {"default"}
-    assert set(loaded.sources) == {field.path for field in schema.fields()}
+    assert set(loaded.sources) == {field.path for field in setting_names.fields()}
     assert loaded.name == "default"
 
 
@@ -292,7 +292,7 @@ def test_every_value_of_run_toml_names_its_source(tmp_path):
     assert 'start_mode = "none" # default\n' in text
     written = tomllib.loads(text)
     assert written["precision"]["controller"]["interval"] == 100
-    assert len(schema.flat(written)) == len(list(schema.fields()))
+    assert len(setting_names.flat(written)) == len(list(setting_names.fields()))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=6)

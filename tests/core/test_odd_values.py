@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from benchmarks.fuzz_config import run_case
 from tests.draws import examples
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.load import load_recipe, write_run_toml
 from tilewright.core.errors import MAX_LINES, ConfigError
 
-INTEGERS = [field.path for field in schema.fields() if field.wants.startswith("an integer")]
-EVERY = [field.path for field in schema.fields()]
+INTEGERS = [field.path for field in setting_names.fields() if field.wants.startswith("an integer")]
+EVERY = [field.path for field in setting_names.fields()]
 
 
 def outcome(*, file=None, text=None, overrides=(), environ=None):

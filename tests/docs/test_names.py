@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "tilewright"
@@ -24,7 +24,7 @@ SUFFIXES = (".py", ".toml", ".json", ".jsonl", ".html", ".svg")
 
 def is_setting(name: str) -> bool:
     """A setting, or a section of settings."""
-    return any(item.path == name or item.path.startswith(name + ".") for item in schema.fields())
+    return any(item.path == name or item.path.startswith(name + ".") for item in setting_names.fields())
 
 
 def is_code(name: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from tilewright.cli.app import COMMANDS, cli
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -38,7 +38,7 @@ def options() -> dict[str, frozenset[str]]:
 
 @cache
 def settings_of_recipes() -> frozenset[str]:
-    return frozenset(item.path for item in schema.fields())
+    return frozenset(item.path for item in setting_names.fields())
 
 
 def is_typed(option: str, taken: frozenset[str]) -> bool:

@@ -14,7 +14,7 @@ from tests.gpu.device import ON_A_GPU
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.pinned import pinned_empty, unpin
 from tilewright.memory.offload.pool import OffloadPool
-from tilewright.models.layerwise.view import LayerGroup
+from tilewright.models.layerwise.layer_view import LayerGroup
 
 pytestmark = ON_A_GPU
 SIZE = 4 * 2**20
@@ -85,7 +85,7 @@ class TestArena:
         pool.close()
 
     def test_first_values_are_made_on_the_host(self, tier, tmp_path):
-        from tilewright.memory.offload.layout import placeholder
+        from tilewright.memory.offload.flat_layout import placeholder
 
         def fill(tensors):
             assert all(tensor.device.type == "cpu" for tensor in tensors.values())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tilewright.core.errors import ConfigError, FitError, HardwareError
-from tilewright.memory.offload.layout import Layout, placeholder
+from tilewright.memory.offload.flat_layout import Layout, placeholder
 from tilewright.memory.offload.pool import OffloadPool
 
 TIERS = ("device", "host", "disk")

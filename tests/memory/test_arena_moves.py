@@ -11,7 +11,7 @@ import torch
 
 from tests.memory.test_arena import assert_equal, copies, file_of, largest_file, make_slices
 from tilewright.core.errors import FitError, HardwareError
-from tilewright.memory.offload.layout import Layout
+from tilewright.memory.offload.flat_layout import Layout
 from tilewright.memory.offload.pool import OffloadPool
 
 TIERS = ("device", "host", "disk")

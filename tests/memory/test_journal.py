@@ -8,7 +8,7 @@ from tests.memory.test_arena import largest_file
 from tilewright.core.errors import FitError, HardwareError
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.pool import OffloadPool
-from tilewright.models.layerwise.view import LayerGroup
+from tilewright.models.layerwise.layer_view import LayerGroup
 
 MIB = 2**20
 

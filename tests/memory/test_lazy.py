@@ -9,7 +9,7 @@ from tests.models.shapes import KERNELS, load_decoder, make_batch
 from tests.models.test_hf_models import ALL, CAUSAL, IMAGES, MASKED
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import CheckpointError
-from tilewright.memory.offload.layout import placeholder
+from tilewright.memory.offload.flat_layout import placeholder
 from tilewright.memory.offload.lazy_params import dummy_values, fill_buffers, to_placeholders
 from tilewright.memory.offload.pool import OffloadPool
 from tilewright.memory.tracking.process_memory import Sampler
@@ -19,7 +19,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.hf.load import load_hf
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 

@@ -10,7 +10,7 @@ from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 
 FORMATS = [

@@ -11,7 +11,7 @@ import torch
 
 from tests.memory.test_arena import largest_file
 from tilewright.core.errors import FitError
-from tilewright.memory.offload.stores import DiskStore, HostStore, make_store
+from tilewright.memory.offload.byte_stores import DiskStore, HostStore, make_store
 
 MIB = 2**20
 CPU = torch.device("cpu")

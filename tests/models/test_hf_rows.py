@@ -11,7 +11,7 @@ from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import ConfigError
 from tilewright.models.build import build_model, check_data
 from tilewright.models.hf.load import hf_shapes
-from tilewright.models.hf.rows import position_limit, row_use
+from tilewright.models.hf.row_lengths import position_limit, row_use
 
 _GPT = {"vocab_size": 60, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
 _BERT = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}

@@ -9,11 +9,11 @@ from tests.cover import covering
 from tests.models.shapes import SHAPES, make_batch, make_decoder
 from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_hf import CUT
-from tilewright.memory.offload.layout import placeholder
+from tilewright.memory.offload.flat_layout import placeholder
 from tilewright.models.build import layered
-from tilewright.models.layerwise.calls import LayerCall, LayerCalls
 from tilewright.models.layerwise.hf_view import HFLayers
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_calls import LayerCall, LayerCalls
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.ops.base.documents import document_tensors, documents_from, documents_of
 from tilewright.precision.convert import convert
 

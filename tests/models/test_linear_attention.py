@@ -20,12 +20,12 @@ from tilewright.compress.prune.unit_kinds import Whole, counts
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import init_weights
+from tilewright.models.continued_rows import RowBatch
 from tilewright.models.decoder.activation_bytes import Storage, layer_bytes, weight_copy_bytes
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, count_parameters
 from tilewright.models.decoder.layers import rope_angles
-from tilewright.models.rows import RowBatch
 from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip

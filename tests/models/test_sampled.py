@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.models.distill.divergences import Teaching, divergences
-from tilewright.models.distill.kept import decode, encode, keeping
 from tilewright.models.distill.kept_loss import kept_loss
+from tilewright.models.distill.kept_tokens import decode, encode, keeping
 from tilewright.models.distill.sampled import normalized, sample_tokens, weights
 from tilewright.models.distill.top_k import top_k_of
 

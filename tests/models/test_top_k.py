@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from tilewright.models.distill.divergences import Teaching, divergences
-from tilewright.models.distill.kept import bytes_per_position, decode, encode, keeping
 from tilewright.models.distill.kept_loss import kept_loss
+from tilewright.models.distill.kept_tokens import bytes_per_position, decode, encode, keeping
 from tilewright.models.distill.top_k import top_k_of
 
 OF_GROUPS = ("reverse_kl", "jensen_shannon")

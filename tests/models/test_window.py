@@ -17,10 +17,10 @@ from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import init_weights
+from tilewright.models.continued_rows import RowBatch
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
-from tilewright.models.rows import RowBatch
 from tilewright.planner.model.layer_classes import ShapeFinder
 
 

@@ -17,7 +17,7 @@ from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.backends.triton import launch
 from tilewright.ops.base.dispatch import Case
-from tilewright.ops.base.parts import TensorPart
+from tilewright.ops.base.tensor_parts import TensorPart
 
 MACHINE = detect_machine("cpu")
 NAMES = ("target", "low", "grad", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "weight")

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim.swa_utils import AveragedModel
 
 from tests.models.shapes import KERNELS
-from tilewright.ops.base.codes import named_codes, named_constants, own_tensors
+from tilewright.ops.base.code_modules import named_codes, named_constants, own_tensors
 from tilewright.precision.float8.frozen_linear import freeze_in_fp8
 from tilewright.precision.integer.linear import Int8Linear
 

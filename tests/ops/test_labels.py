@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.optim.test_citizen import assert_in_words
 from tilewright.core.errors import ConfigError, LabelError
 from tilewright.core.hardware import detect_machine
-from tilewright.models.base.head import head_loss, logits_loss
+from tilewright.models.base.output_head import head_loss, logits_loss
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.init import init_decoder

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.ops.base.parts import TensorPart, part_of, rows_of
+from tilewright.ops.base.tensor_parts import TensorPart, part_of, rows_of
 
 
 @given(rows=st.integers(1, 130), count=st.integers(1, 9))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tilewright.data.batches.microbatches import sums_by_document, sums_by_row, sums_of_rows
-from tilewright.models.base.head import logits_loss
+from tilewright.models.base.output_head import logits_loss
 from tilewright.ops.base.labels import summed_and_each
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 

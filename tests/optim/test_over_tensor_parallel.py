@@ -14,15 +14,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.optim.shard_cases import FORMATS, HYPER, kernels_with, normal
 from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import holds_rows, part_of, place_of
+from tilewright.ops.base.tensor_parts import holds_rows, part_of, place_of
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.muon import Muon
-from tilewright.parallel.fill import fill_part, shard_from_meta
+from tilewright.parallel.fill_shards import fill_part, shard_from_meta
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import Group, World
-from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_state import TrainState
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 
 pytestmark = pytest.mark.dist
 EIGHT_BITS = (torch.float32, "8bit", "fp32")

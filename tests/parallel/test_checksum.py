@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.ranks import on_ranks
 from tilewright.core import env
-from tilewright.ops.base.parts import local, place_of
+from tilewright.ops.base.tensor_parts import local, place_of
 from tilewright.parallel.liveness.checksum import checksum, find_differences
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import join

@@ -20,7 +20,7 @@ from tilewright.parallel.liveness import failure
 from tilewright.parallel.liveness.failure import Blame, ending_with_others, speaks_for_others
 from tilewright.parallel.liveness.heartbeat import Heartbeat
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.training.planning.ranks import RankWatch
+from tilewright.training.planning.rank_watch import RankWatch
 
 
 def _hangs(rank, folder):

@@ -25,8 +25,8 @@ from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.executor.standard import StandardExecutor, quantized_weights
-from tilewright.training.executor.transaction import all_finite
-from tilewright.training.planning.ranks import check_world
+from tilewright.training.executor.step_transaction import all_finite
+from tilewright.training.planning.rank_watch import check_world
 
 
 def _sharded(case, world):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tilewright.parallel.liveness.failure import Stalls
 from tilewright.parallel.liveness.heartbeat import ENDED, RankRecord
-from tilewright.parallel.liveness.repeat import Repeat, WorkMeter
+from tilewright.parallel.liveness.repeated_work import Repeat, WorkMeter
 
 LIMIT_S = 10.0
 

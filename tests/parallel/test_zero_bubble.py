@@ -14,7 +14,7 @@ from tests.ranks import on_ranks
 from tilewright.core.hardware import detect_machine
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.shard import Sharding, keep_fp32_sums, shard
 from tilewright.precision.convert import convert

@@ -14,7 +14,7 @@ from tilewright.core.memory_plan import STEP_PHASES
 from tilewright.memory.tracking.tensor_bytes import owner_bytes
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import build_model, init_weights
-from tilewright.ops.base.codes import named_constants
+from tilewright.ops.base.code_modules import named_constants
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.param_groups import decay_groups

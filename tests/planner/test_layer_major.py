@@ -13,7 +13,7 @@ from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import layered
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 

@@ -27,7 +27,7 @@ from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import to_toml
 from tilewright.planner.site import Site
-from tilewright.training.planning.refused import changes_to_fit, replanned
+from tilewright.training.planning.does_not_fit import changes_to_fit, replanned
 from tilewright.training.planning.resolve import plan_run
 
 SAME = 1 + 1e-3

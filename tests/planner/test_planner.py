@@ -27,7 +27,7 @@ from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.planner.planner import Planner
 from tilewright.planner.site import Site
-from tilewright.training.planning.refused import replanned
+from tilewright.training.planning.does_not_fit import replanned
 
 H200 = find_published("h200")
 LINKS = Links(50e9, None)

@@ -11,7 +11,7 @@ from tests.training.tiny import tiny, write_text
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import build_model
 from tilewright.models.distill import loss as distill
-from tilewright.models.distill.kept import handed_on_bytes, keeping
+from tilewright.models.distill.kept_tokens import handed_on_bytes, keeping
 from tilewright.models.teacher import note_rows, stream_of
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.cost import teacher as costs

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.ops.compare import assert_snr
 from tilewright.formats.spec import SPECS, TF32, round_to
 from tilewright.precision.convert import convert
-from tilewright.precision.mixed.cast import CASTS, Cast
+from tilewright.precision.mixed.cast_layers import CASTS, Cast
 from tilewright.precision.policy.policy import Policy, Rule
 
 LAYERS = {

@@ -100,8 +100,8 @@ def test_ranks_decide_alike_and_as_one_process_does(world, alone):
 
 
 def _reduce(rank: int) -> dict:
+    from tilewright.precision.controller.layer_statistics import GemmStats, LayerStats, QuantStats
     from tilewright.precision.controller.monitor import all_reduce_worst
-    from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats
 
     good, broken = GemmStats(1.0, 1.0, 1.0, 30.0), GemmStats(math.nan, 1.0, 0.9, 40.0)
     mine = {"a": LayerStats(matmuls={"fprop.fp8_tile": (good, broken)[rank]})}

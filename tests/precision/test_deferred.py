@@ -21,9 +21,9 @@ from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.deferred_linear import deferred_linear
-from tilewright.ops.base.parts import computed_part
+from tilewright.ops.base.tensor_parts import computed_part
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import gemms_of
 from tilewright.precision.convert import convert

@@ -10,7 +10,7 @@ import torch
 from tests.cover import covering
 from tests.precision.test_deferred import decoder, deferred, plain, twin
 from tilewright.core.hardware import detect_machine
-from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.mixed.deferred import attach
 

@@ -21,7 +21,7 @@ from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import FP8_BLOCK, TiledTensor, fp8_format
 from tilewright.models.hf.load import load_hf
-from tilewright.ops.base.codes import named_constants
+from tilewright.ops.base.code_modules import named_constants
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8

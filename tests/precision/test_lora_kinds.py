@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.hf.model import HFModel
 from tilewright.precision.lora.lora import adapted_layers, add_lora, merge_lora
+from tilewright.precision.lora.modules_to_save import saved_modules
 from tilewright.precision.lora.peft_io import load_adapter, save_adapter
-from tilewright.precision.lora.saved import saved_modules
 
 IDS = torch.arange(24).view(2, 12)
 ROUNDING = 1e-5

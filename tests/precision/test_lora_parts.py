@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.inside.tensor.parts import part_along, run_on_parts
+from tilewright.parallel.inside.tensor.parameter_parts import part_along, run_on_parts
 from tilewright.precision.lora.lora import adapted_layers, add_lora, merge_lora
 
 

@@ -13,7 +13,7 @@ from tests.models.shapes import KERNELS
 from tilewright.core.errors import ConfigError
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import adapted_layers, add_lora, merge_lora
-from tilewright.precision.lora.saved import shared_weights
+from tilewright.precision.lora.modules_to_save import shared_weights
 
 WIDTH, WORDS = 16, 40
 IDS = torch.arange(12).view(2, 6)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.precision.convert import convert, evaluating
 from tilewright.precision.lora.lora import add_lora, merge_lora
-from tilewright.precision.lora.reach import never_called
+from tilewright.precision.lora.uncalled_layers import never_called
 
 FAMILIES = ("Hubert", "WavLM")
 SHAPE = {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.conftest import write_run
 from tilewright.precision.controller.groups import Move
-from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
+from tilewright.precision.controller.layer_statistics import GemmStats, LayerStats, QuantStats, TensorStats
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.report.figures.precision_figures import (
     map_figure,

@@ -15,7 +15,7 @@ from tests.cli.tuned import make_model
 from tilewright.cli.open_model import open_model
 from tilewright.serving.app import Limits, Server
 from tilewright.serving.batch import Batch
-from tilewright.serving.run import bind, server_config
+from tilewright.serving.server_process import bind, server_config
 from tilewright.serving.session import Session
 from tilewright.serving.worker import Draws, Worker
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from tests.data.chat.families import make_folder
 from tests.draws import examples
 from tests.serving.scripted import PROMPT, scripted
-from tests.serving.test_text import letter_by_letter
+from tests.serving.test_token_text import letter_by_letter
 from tilewright.core.errors import DataError
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 from tilewright.models.sampling import Sampling
-from tilewright.serving.draw import AnswerSettings
+from tilewright.serving.next_token import AnswerSettings
 
 TEXTS = st.text(st.sampled_from("abEND .\n\té€🦊e\u0301"), min_size=1, max_size=30)
 NAMES = ("chatml", "mistral")

@@ -5,7 +5,7 @@ import torch
 
 from tests.serving.served import make_batch, make_session
 from tilewright.models.sampling import Sampling
-from tilewright.serving.draw import AnswerSettings
+from tilewright.serving.next_token import AnswerSettings
 
 QUESTIONS = ["hello", "hello Paris", "weather in Paris? " * 6, "No", "you are a system", "42! " * 20]
 

@@ -9,7 +9,7 @@ from tests.serving.served import NAME, make_batch, make_session, post, serving
 from tilewright.core.web_origin import own_names, why_not
 from tilewright.serving.app import Server
 from tilewright.serving.connections import TimedConnection
-from tilewright.serving.run import server_config
+from tilewright.serving.server_process import server_config
 
 BODY = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 CHAT = "/v1/chat/completions"

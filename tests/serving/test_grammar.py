@@ -18,8 +18,8 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.serving.api.tools import CallParser
 from tilewright.serving.app import Limits
-from tilewright.serving.draw import AnswerSettings
 from tilewright.serving.grammar import Grammars
+from tilewright.serving.next_token import AnswerSettings
 from tilewright.serving.session import Session
 
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,7 @@ from tests.serving.served import NAME, make_batch, make_session, post, serving
 from tilewright.models.sampling import Sampling
 from tilewright.serving.answer import AnswerPiece
 from tilewright.serving.app import Limits
-from tilewright.serving.draw import AnswerSettings
+from tilewright.serving.next_token import AnswerSettings
 
 openai = pytest.importorskip("openai")
 

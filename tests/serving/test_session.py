@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.serving.served import make_session
 from tilewright.models.sampling import Sampling
-from tilewright.serving.draw import AnswerSettings
+from tilewright.serving.next_token import AnswerSettings
 from tilewright.serving.session import PromptTooLongError, fitting
 
 TALK = [{"role": "system", "content": "you are"}, {"role": "user", "content": "hello Paris"}]

@@ -14,7 +14,7 @@ from tests.serving.streams import events
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.serving.api.thoughts import THOUGHT_MARKS, ThoughtParser
-from tilewright.serving.text import ThoughtGate
+from tilewright.serving.token_text import ThoughtGate
 
 CHAT = "/v1/chat/completions"
 TALK = [{"role": "user", "content": "weather in Paris?"}]

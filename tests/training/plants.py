@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core.atomic_io import MANIFEST, write_manifest
-from tilewright.training.checkpoint.index import INDEX
+from tilewright.training.checkpoint.tensor_index import INDEX
 
 
 class Command:

@@ -15,8 +15,8 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World, join
-from tilewright.training.checkpoint.state import TrainState, model_fingerprint
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_state import TrainState, model_fingerprint
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 
 
 class Rows(Tied):

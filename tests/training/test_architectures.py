@@ -292,10 +292,10 @@ def test_what_it_does_not_say_is_refused_in_words(data, tmp_path):
 def test_names_of_recipes_are_those_of_the_tuple():
     from typing import get_args
 
-    from tilewright.core.config import schema
+    from tilewright.core.config import setting_names
     from tilewright.models.build import ARCHITECTURES
 
-    kind = schema.find("model.kind")
+    kind = setting_names.find("model.kind")
     assert kind is not None
     assert [spec.name for spec in ARCHITECTURES] == list(kind.choices) == list(get_args(kind.info.annotation))
     assert all(spec_of(spec.name) is spec for spec in ARCHITECTURES)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
-from tilewright.training.checkpoint import store as store_module
-from tilewright.training.checkpoint import writing
+from tilewright.training.checkpoint import checkpoint_store as store_module
+from tilewright.training.checkpoint import write_checkpoint
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.checkpoint.meta import read_meta
-from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 
 
 def _tensors(seed: int, size: int = 50) -> dict[str, torch.Tensor]:
@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, background):
 
 def _disk(monkeypatch, folder, num_bytes: int) -> None:
     """No more than so many bytes in the folder: the last write of a checkpoint fails as on a full disk."""
-    write = writing.write_entries
+    write = write_checkpoint.write_entries
 
     def write_entries(path, entries):
         size = write(path, entries)
@@ -220,7 +220,7 @@ def _disk(monkeypatch, folder, num_bytes: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path / "manifest.json"))
         return size
 
-    monkeypatch.setattr(writing, "write_entries", write_entries)
+    monkeypatch.setattr(write_checkpoint, "write_entries", write_entries)
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -281,13 +281,13 @@ def test_a_save_gives_the_run_folder_no_second_life(tmp_path):
 
 def test_nor_does_one_that_has_begun(tmp_path, monkeypatch):
     """DCP would make the folder again, with its parents."""
-    make = writing._make
+    make = write_checkpoint._make
 
     def gone_after(partial):
         make(partial)
         shutil.rmtree(tmp_path / "run")
 
-    monkeypatch.setattr(writing, "_make", gone_after)
+    monkeypatch.setattr(write_checkpoint, "_make", gone_after)
     (tmp_path / "run").mkdir()
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     _save(store, 1)
@@ -318,7 +318,7 @@ def test_a_bug_in_the_writing_thread_is_not_swallowed(tmp_path, monkeypatch):
     def broken(folder, entries):
         raise KeyError("a bug of ours")
 
-    monkeypatch.setattr(writing, "write_entries", broken)
+    monkeypatch.setattr(write_checkpoint, "write_entries", broken)
     store = CheckpointStore(tmp_path)
     store.save(1, {"w": torch.zeros(3)}, {})
     with pytest.raises(KeyError, match="a bug of ours"):

@@ -20,7 +20,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.base.documents import STARTS
 from tilewright.optim.clip import GradClip
 from tilewright.planner.machine import ceilings
-from tilewright.training.components.samples import samples_of_step
+from tilewright.training.components.run_samples import samples_of_step
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.session import train
 

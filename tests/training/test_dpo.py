@@ -21,7 +21,7 @@ from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import build, set_up
-from tilewright.training.components.reference import FILE, attach_reference, weights_digest
+from tilewright.training.components.reference_logprobs import FILE, attach_reference, weights_digest
 from tilewright.training.session import train
 
 transformers = pytest.importorskip("transformers")

@@ -19,8 +19,8 @@ from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.inside.experts import placement
-from tilewright.parallel.inside.experts.hold import check_order
 from tilewright.parallel.inside.experts.placement import balanced, by_rank, fullest, usual, worth
+from tilewright.parallel.inside.experts.rank_experts import check_order
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks import expert_hook
 from tilewright.training.hooks.base import AfterStep

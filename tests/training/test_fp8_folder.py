@@ -12,14 +12,14 @@ from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.ops.base.codes import named_constants
+from tilewright.ops.base.code_modules import named_constants
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import adapted_layers, load_lora_decoder
-from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_state import TrainState
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.session import train
 

@@ -7,7 +7,7 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.parallel.steps import groups_of, relative, world_of
 from tests.ranks import on_ranks
 from tilewright.memory.layer_major.rollback import RollbackBuffer
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.world import World

@@ -13,7 +13,7 @@ from tests.training.test_layer_major_step import LR, executor, reference, worst
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import layered
 from tilewright.models.layerwise.hf_view import HFLayers
-from tilewright.models.layerwise.view import SingleBlock, find_layer_groups
+from tilewright.models.layerwise.layer_view import SingleBlock, find_layer_groups
 from tilewright.ops.backends.native import loss
 from tilewright.ops.backends.native.loss import ChunkStep, masked_softmax_, row_lse
 from tilewright.ops.kernels import Kernels

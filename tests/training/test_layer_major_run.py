@@ -9,7 +9,7 @@ from tests.training.tiny import assert_same_run, last_state, rows, settings, tin
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.training import assemble
-from tilewright.training.executor.transaction import UnrecoverableStepError
+from tilewright.training.executor.step_transaction import UnrecoverableStepError
 from tilewright.training.session import train
 
 LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32"}

@@ -11,7 +11,7 @@ from tilewright.core.errors import NumericsError
 from tilewright.memory.layer_major.replay import Replay
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.delayed_clip import SURGE
@@ -20,7 +20,7 @@ from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.executor.transaction import UnrecoverableStepError
+from tilewright.training.executor.step_transaction import UnrecoverableStepError
 
 SIZES = (3, 1, 2, 1)
 """Rows of the micro-batches of one step."""

@@ -8,7 +8,7 @@ from tests.training.tiny import save_tokenizer, tiny
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.ops.base.codes import named_constants
+from tilewright.ops.base.code_modules import named_constants
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components import model as lora_model

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.draws import examples
-from tilewright.memory.offload.layout import placeholder
-from tilewright.training.checkpoint.state import model_tensors
+from tilewright.memory.offload.flat_layout import placeholder
+from tilewright.training.checkpoint.checkpoint_state import model_tensors
 
 KINDS = ("plain", "same object", "same memory", "view", "buffer", "same buffer", "empty", "unsaved")
 

@@ -10,12 +10,12 @@ from tilewright.core import env
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.parallel.communicate.whole import WholeTensors
+from tilewright.parallel.communicate.whole_tensors import WholeTensors
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World, join
-from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.checkpoint.store import CheckpointStore
-from tilewright.training.checkpoint.writing import ReplicasDifferError
+from tilewright.training.checkpoint.checkpoint_state import TrainState
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
+from tilewright.training.checkpoint.write_checkpoint import ReplicasDifferError
 from tilewright.training.components.export import export
 
 pytestmark = pytest.mark.dist

@@ -18,7 +18,7 @@ from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG_S, long_run
 from tilewright.training.planning.off_plan import OFF, off_plan
 from tilewright.training.planning.pace import COUNTED, WORTH_S, Pace, PlannedSeconds, StepSeconds, hold_against_plan
-from tilewright.training.runlog.files import Counters, RunLog
+from tilewright.training.runlog.record_files import Counters, RunLog
 from tilewright.training.session import train
 
 

@@ -26,14 +26,14 @@ from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.build import layered
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training import assemble
-from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 
 TIERS = ("device", "host", "disk")

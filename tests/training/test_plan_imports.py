@@ -5,7 +5,7 @@ import sys
 
 LOOK = """
 import sys
-import tilewright.cli.plan_output, tilewright.training.planning.request
+import tilewright.cli.plan_output, tilewright.training.planning.plan_request
 heavy = "pyarrow", "transformers", "torch._inductor", "tilewright.training.assemble", "tilewright.training.executor"
 ours = [f"tilewright.data.{name}" for name in ("dataset", "engine", "stages", "readers")]
 print(*[name for name in (*heavy, *ours) if name in sys.modules])

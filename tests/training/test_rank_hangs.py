@@ -21,8 +21,8 @@ from tilewright.parallel.liveness.heartbeat import records
 from tilewright.parallel.pipeline.staged import ModelStage
 from tilewright.planner.machine import ceilings
 from tilewright.training import assemble, run, session
-from tilewright.training.checkpoint import writing
-from tilewright.training.planning import ranks
+from tilewright.training.checkpoint import write_checkpoint
+from tilewright.training.planning import rank_watch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 LIMIT_S, SECONDS = 12, 60
@@ -51,7 +51,7 @@ def sleeping(owner, name, calls, mark):
 PHASES = {
     "launch": (1, session, "launched", 1, COPIES, "start of the run: recipe and versions"),
     "folder": (0, session, "open_folder", 1, COPIES, "start of the run: the run folder"),
-    "watch": (1, ranks, "Heartbeat", 1, COPIES, "hangs in start, before its first sign of life"),
+    "watch": (1, rank_watch, "Heartbeat", 1, COPIES, "hangs in start, before its first sign of life"),
     "data of the run": (0, assemble, "prepare_data", 1, COPIES, "hangs in data preparation"),
     "plan": (0, assemble, "plan_run", 1, COPIES, "hangs in planning"),
     "restore": (1, session, "restore", 1, SHARDS, "hangs in restore"),
@@ -59,8 +59,15 @@ PHASES = {
     "forward": (1, Decoder, "loss", 3, SHARDS, "hangs in step 2, forward"),
     "forward of copies": (1, Decoder, "loss", 3, COPIES, "hangs in step 2, forward"),
     "evaluate": (1, run, "evaluate_texts", 1, SHARDS | {"train__eval_interval": 1}, "hangs in step 2, evaluate"),
-    "save": (1, writing._Writer, "write_data", 1, SHARDS | SAVE, "hangs in step 3, save"),
-    "save beside": (1, writing._Writer, "write_data", 1, COPIES | SAVE | {"checkpoint__async_save": "true"}, "save"),
+    "save": (1, write_checkpoint._Writer, "write_data", 1, SHARDS | SAVE, "hangs in step 3, save"),
+    "save beside": (
+        1,
+        write_checkpoint._Writer,
+        "write_data",
+        1,
+        COPIES | SAVE | {"checkpoint__async_save": "true"},
+        "save",
+    ),
     "pass": (1, PipelineStage, "backward_one_chunk", 2, STAGES, "hangs in step 1, backward of micro-batch 2, stage 2"),
     "first pass": (
         0,

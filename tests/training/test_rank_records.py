@@ -14,7 +14,7 @@ from tests.ranks import on_ranks
 from tests.training.ranks_that_die import on_ranks_of_which_one_dies
 from tests.training.sharded import joined
 from tilewright.parallel.liveness.heartbeat import FOLDER
-from tilewright.training.planning.ranks import watched
+from tilewright.training.planning.rank_watch import watched
 
 pytestmark = pytest.mark.dist
 DEAD = 2**22 + 1

@@ -13,7 +13,7 @@ from tests.training.test_tensor_hf import write_model
 from tests.training.tiny import tiny
 from tilewright.cli.app import run as command_line
 from tilewright.core.hardware import detect_machine
-from tilewright.parallel.communicate.wire import row_bytes
+from tilewright.parallel.communicate.wire_messages import row_bytes
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.planner import site

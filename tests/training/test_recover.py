@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.recipe import Recipe
 from tilewright.training.runlog.signals import StopRequest, recipe_changes
 
@@ -44,11 +44,11 @@ def test_outside_the_main_thread_only_requests_count():
 
 
 def test_changed_fields_are_told_and_numerics_marked():
-    before = schema.flat(Recipe().model_dump(mode="json"))
+    before = setting_names.flat(Recipe().model_dump(mode="json"))
     now = Recipe.model_validate(
         {"train": {"steps": 7, "log_interval": 3}, "optim": {"lr": 0.5}, "data": {"prefetch": 1}}
     )
-    changes = recipe_changes(before, schema.flat(now.model_dump(mode="json")))
+    changes = recipe_changes(before, setting_names.flat(now.model_dump(mode="json")))
     assert {change.field: change.numerics for change in changes} == {
         "train.steps": True,
         "train.log_interval": False,

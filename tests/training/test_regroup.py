@@ -16,7 +16,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.data.batches.microbatches import row_length
 from tilewright.training.executor.base import StepResult
-from tilewright.training.executor.transaction import PartialUpdateError, partial_update, run_with_retries
+from tilewright.training.executor.step_transaction import PartialUpdateError, partial_update, run_with_retries
 from tilewright.training.hooks.base import Step
 from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.planning.describe import tighter, words

@@ -19,7 +19,7 @@ from tilewright.planner.replan import Replanner
 from tilewright.report.page import write_report
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.executor.transaction import PartialUpdateError
+from tilewright.training.executor.step_transaction import PartialUpdateError
 from tilewright.training.hooks.replan_setup import LOOK_S, MemoryWatch, there_bytes
 from tilewright.training.session import train
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tilewright.core.errors import ConfigError
 from tilewright.training.executor.evaluate import DomainLoss
-from tilewright.training.runlog.files import JsonLines, RunLog
 from tilewright.training.runlog.progress import step_line
+from tilewright.training.runlog.record_files import JsonLines, RunLog
 from tilewright.training.runlog.recorder import MetricsLogger, open_sinks, scalars_of
 from tilewright.training.runlog.run_folder import RunFolder, move_away
 

@@ -14,7 +14,7 @@ from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.run import Run
-from tilewright.training.runlog.files import RunLog
+from tilewright.training.runlog.record_files import RunLog
 from tilewright.training.session import train
 
 CASES = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.training.tiny import assert_same_run, rows, tiny
-from tilewright.training.runlog.files import RunLog
+from tilewright.training.runlog.record_files import RunLog
 from tilewright.training.session import train
 
 transformers = pytest.importorskip("transformers")

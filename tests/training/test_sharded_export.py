@@ -16,7 +16,7 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.precision.lora.lora import add_lora
-from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.checkpoint.checkpoint_state import TrainState
 from tilewright.training.components.export import export
 
 SHAPES = {

@@ -15,9 +15,9 @@ from tests.ranks import GROUP_S, on_ranks
 from tests.training.ranks_that_die import on_ranks_of_which_one_dies
 from tests.training.sharded import joined, sharded_state, train
 from tilewright.core.atomic_io import MANIFEST, check_manifest
-from tilewright.memory.offload.layout import placeholder
-from tilewright.training.checkpoint import writing
-from tilewright.training.checkpoint.store import CheckpointStore, read_tensors
+from tilewright.memory.offload.flat_layout import placeholder
+from tilewright.training.checkpoint import write_checkpoint
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors
 
 pytestmark = pytest.mark.dist
 
@@ -70,14 +70,14 @@ def _room_for_two(rank, folder):
     world = joined(2)
     state, _ = sharded_state(world, seed=0)
     store = CheckpointStore(folder, keep=5, world=world)
-    hash_files = writing.file_entries
+    hash_files = write_checkpoint.file_entries
 
     def file_entries(partial: Path, paths):
         if rank == 1 and len(list(folder.iterdir())) > 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return hash_files(partial, paths)
 
-    with mock.patch.object(writing, "file_entries", file_entries):
+    with mock.patch.object(write_checkpoint, "file_entries", file_entries):
         return [_save(store, state, step) for step in (1, 2, 3)]
 
 
@@ -149,7 +149,7 @@ def test_replicas_that_differ_are_named_and_not_saved(tmp_path):
         assert corrupt.error.count(" on rank ") == 2
     for now in ("False", "True"):
         (path,) = (tmp_path / now).iterdir()
-        index = writing.dcp.FileSystemReader(path).read_metadata()
+        index = write_checkpoint.dcp.FileSystemReader(path).read_metadata()
         assert {len(entry.chunks) for entry in index.state_dict_metadata.values()} == {1, 2}
         sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
         assert min(sizes) > sum(sizes) / 8, f"{sizes}: a rank writes hardly anything"

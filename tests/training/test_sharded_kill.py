@@ -7,7 +7,7 @@ import torch
 
 from tests.training.ranks_that_die import on_ranks_of_which_one_dies
 from tests.training.sharded import joined, sharded_state
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 
 pytestmark = pytest.mark.dist
 WORLD = 3

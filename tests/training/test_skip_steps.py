@@ -7,7 +7,7 @@ import pytest
 from tests.training.tiny import rows, tiny
 from tilewright.cli.app import run as command
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.training.components.samples import left_out, samples_of_step, skip_steps
+from tilewright.training.components.run_samples import left_out, samples_of_step, skip_steps
 from tilewright.training.session import train
 
 SMALL = {

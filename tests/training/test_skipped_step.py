@@ -13,7 +13,7 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.training.test_layer_major_step import steps
 from tilewright.core.errors import NumericsError
 from tilewright.models.base.protocols import LossOutput
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tilewright.core.errors import HardwareError
 from tilewright.memory.offload import pinned
-from tilewright.training.checkpoint import writing
-from tilewright.training.checkpoint.writing import Staging
+from tilewright.training.checkpoint import write_checkpoint
+from tilewright.training.checkpoint.write_checkpoint import Staging
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 TENSORS = st.dictionaries(
@@ -54,7 +54,7 @@ def gpu(refuses=False):
         patch.setattr(torch.cuda, "cudart", Runtime)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(pinned, "_forget_error", lambda device: None)
-        patch.setattr(writing, "local", lambda tensor: tensor.as_subclass(OnGpu))
+        patch.setattr(write_checkpoint, "local", lambda tensor: tensor.as_subclass(OnGpu))
         yield registered
 
 

@@ -13,8 +13,8 @@ from tilewright.core.errors import CheckpointError
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.training.checkpoint.state import TrainState, model_fingerprint
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_state import TrainState, model_fingerprint
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 
 
 class Tied(nn.Module):

@@ -15,7 +15,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.executor.transaction import all_finite
+from tilewright.training.executor.step_transaction import all_finite
 
 
 class Toy(nn.Module):

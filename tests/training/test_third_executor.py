@@ -13,7 +13,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.data.batches.microbatches import Batch, count_targets, count_tokens, to_device
 from tilewright.training.executor.base import ExecutorInputs, ExecutorKind, StepResult, TensorAccess
-from tilewright.training.executor.transaction import StepTransaction
+from tilewright.training.executor.step_transaction import StepTransaction
 from tilewright.training.session import train
 
 

@@ -20,8 +20,8 @@ from tests.ranks import on_ranks
 from tests.training.plants import KINDS, Command, change_index, plant_pickle, reseal
 from tests.training.sharded import joined
 from tilewright.core.errors import CheckpointError
-from tilewright.training.checkpoint.index import INDEX, IndexFormatError, parse_index, read_index
-from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors, stored_tensors
+from tilewright.training.checkpoint.tensor_index import INDEX, IndexFormatError, parse_index, read_index
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

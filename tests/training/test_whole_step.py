@@ -15,7 +15,7 @@ from tests.training.test_layer_major_step import Dropped, steps
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.models.layerwise.view import find_layer_groups
+from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -28,7 +28,7 @@ from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.executor.transaction import TRIES, PartialUpdateError
+from tilewright.training.executor.step_transaction import TRIES, PartialUpdateError
 
 DRAWS = 1
 TAKES_MEMORY = Kernels(detect_machine("cpu"), {"adam": "ref", "low_bit_adam": "ref"}, compile=False)

@@ -8,7 +8,7 @@ from tests.training.test_layer_major_step import LR, executor
 from tests.zoo.cases import cases
 from tests.zoo.families import TRAINED
 from tilewright.models.build import layered
-from tilewright.models.layerwise.view import SingleBlock
+from tilewright.models.layerwise.layer_view import SingleBlock
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups

@@ -70,7 +70,7 @@ class RecipeCommand(click.Command):
 
     def _explained(self, error: click.NoSuchOption, ctx: click.Context) -> click.UsageError:
         """The error with the nearest option or setting."""
-        from tilewright.core.config import schema
+        from tilewright.core.config import setting_names
 
         # Compared without the dashes, which make all short options look alike.
         options = [
@@ -78,8 +78,8 @@ class RecipeCommand(click.Command):
         ]
         near = difflib.get_close_matches(error.option_name.lstrip("-"), options, n=1)
         name = error.option_name.lstrip("-")
-        setting = schema.suggest(name)
-        if "." in setting and (not near or schema.spelled(name)):
+        setting = setting_names.suggest(name)
+        if "." in setting and (not near or setting_names.spelled(name)):
             near = [setting]
         hint = f"Did you mean --{near[0]}?" if near else "Settings are written --section.field value."
         return click.UsageError(f"No such option {error.option_name!r}. {hint}", error.ctx)

@@ -79,7 +79,7 @@ def told_without_settings(try_: str, where: str) -> Iterator[None]:
           where  --chat-template
           try    --chat-template FILE.jinja
     """
-    from tilewright.core.config.schema import fields
+    from tilewright.core.config.setting_names import fields
 
     try:
         yield

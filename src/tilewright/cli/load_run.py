@@ -27,8 +27,8 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
 from tilewright.precision.policy.policy import Policy, in_fp32
+from tilewright.training.checkpoint.checkpoint_state import load_newest
 from tilewright.training.checkpoint.meta import read_meta
-from tilewright.training.checkpoint.state import load_newest
 from tilewright.training.components.model import build_adapted
 from tilewright.training.components.tokenizer_files import surrounding
 

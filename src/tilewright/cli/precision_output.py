@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tilewright.cli.common import echo, show_table
 from tilewright.cli.load_run import load_newest
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.load import CLI, Loaded
 from tilewright.core.config.toml import RECIPES
 from tilewright.core.errors import ConfigError
@@ -65,7 +65,7 @@ def policy_text(found: SearchResult, loaded: Loaded, out: Path, intro: Sequence[
     for path, source in loaded.sources.items():
         section, _, name = path.rpartition(".")
         if source == CLI and path != "run.name" and not (section == "precision" and name in _DECIDED):
-            settings.setdefault(section, {})[name] = schema.value_at(values, path)
+            settings.setdefault(section, {})[name] = setting_names.value_at(values, path)
     precision = settings.pop("precision", {})
     clear = loaded.recipe.precision.start_mode is not None
     kept = found.policy.rules

@@ -29,8 +29,8 @@ from tilewright.formats.tiled import WithCopies
 from tilewright.memory.token_wise import TRIED, why_not_token_wise
 from tilewright.models.base.routers import find_routers
 from tilewright.ops.base.compile import graph_limit, layer_options
-from tilewright.ops.base.deferred import queues_of
 from tilewright.ops.base.transforms import in_func_transform
+from tilewright.ops.base.weight_gradient_queue import queues_of
 from tilewright.precision.mixed.autocast import Fp32Functions
 from tilewright.precision.mixed.derived import Derived, derive
 from tilewright.precision.snapshot import drawing, torch_states

@@ -29,11 +29,11 @@ from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.load import hf_shapes, init_hf, load_hf, whole_architecture
 from tilewright.models.hf.model import HFModel, Task
-from tilewright.models.hf.parts import untrained_parts
-from tilewright.models.hf.rows import position_limit
+from tilewright.models.hf.row_lengths import position_limit
+from tilewright.models.hf.trained_parts import untrained_parts
 from tilewright.models.layerwise.hf_view import layered_hf
+from tilewright.models.layerwise.layer_view import LayerwiseModel
 from tilewright.models.layerwise.lazy_init import random_hf, stored_hf
-from tilewright.models.layerwise.view import LayerwiseModel
 from tilewright.models.spec import ModelSpec
 from tilewright.ops.kernels import Kernels
 

@@ -18,7 +18,7 @@ from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.decoder import activation_bytes
 from tilewright.models.decoder import flops as costs
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.layerwise.view import LayerwiseModel
+from tilewright.models.layerwise.layer_view import LayerwiseModel
 from tilewright.ops.kernels import Kernels
 
 

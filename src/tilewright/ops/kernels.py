@@ -25,12 +25,12 @@ from tilewright.ops.backends.ref import linear_attention as ref_linear
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
-from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.deferred_linear import deferred_linear
 from tilewright.ops.base.dispatch import Case, Choice, choose
 from tilewright.ops.base.documents import STARTS, Segments, documents_of, segments_of
 from tilewright.ops.base.labels import ClassSlice, TokenLosses
 from tilewright.ops.base.transforms import in_func_transform
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.int8_linear import INT8_LINEAR
 from tilewright.ops.linear import CACHED_LAYER, LINEAR, ROW_LINEAR, gemms_of
@@ -143,7 +143,7 @@ class Kernels:
         self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, queue: WeightGradientQueue | None = None
     ) -> Tensor:
         """A linear layer: see `ops.linear`. With a `queue` the weight's gradient waits where that takes it
-        (`ops.base.deferred`)."""
+        (`ops.base.weight_gradient_queue`)."""
         run = self._find("linear", x.device.type, x.dtype)
         if queue is None:
             return run(x, weight_MK, bias_M)

@@ -25,10 +25,10 @@ from tilewright.ops.backends.cpu import cached_layer, row_linear
 from tilewright.ops.backends.native import wide
 from tilewright.ops.backends.ref import cached_layer as ref_layer
 from tilewright.ops.backends.ref import math as ref
-from tilewright.ops.base.deferred import WeightGradientQueue
 from tilewright.ops.base.deferred_linear import LinearGemms, deferred_linear
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always
 from tilewright.ops.base.transforms import in_func_transform
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 
 
 def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def _in_transforms(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -
 
 def gemms_of(candidate: str) -> LinearGemms:
     """The matmuls of a linear layer one by one, as a candidate computes them, for weight gradients that wait
-    (`base.deferred`)."""
+    (`base.weight_gradient_queue`)."""
     if candidate == "wide":
         from tilewright.ops.backends.native import wide_ops  # it registers torch operators
 

@@ -17,7 +17,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.native.adam import fused
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
-from tilewright.ops.base.parts import local, numbering, zeros_beside
+from tilewright.ops.base.tensor_parts import local, numbering, zeros_beside
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.param_groups import check_settings
 from tilewright.optim.states import Layout, Master, Moments, StateFormat, check_formats, loadable, readable

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import columns_cut, holds_rows, local, num_cuts, numbering
+from tilewright.ops.base.tensor_parts import columns_cut, holds_rows, local, num_cuts, numbering
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.muon_shards import Axes, axes_of, directions, rounds

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tilewright.ops.base.parts import rows_of
+from tilewright.ops.base.tensor_parts import rows_of
 from tilewright.ops.kernels import Kernels
 
 Axes = tuple[tuple[dist.ProcessGroup, int], ...]

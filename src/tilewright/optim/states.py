@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats import quadratic_map
-from tilewright.ops.base.parts import beside
+from tilewright.ops.base.tensor_parts import beside
 from tilewright.optim.param_groups import TORCH_SETTINGS, find_problems
 
 Moments = Literal["fp32", "bf16", "8bit"]

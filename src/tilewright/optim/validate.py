@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.quadratic_map import BLOCK
-from tilewright.ops.base.parts import columns_cut
+from tilewright.ops.base.tensor_parts import columns_cut
 from tilewright.optim.states import StateFormat, described, fits, of_layout
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -27,7 +27,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.parallel.agree import OnAllRanksError, oom_on_all, reduced_on
 from tilewright.parallel.communicate.communicator import AsyncCommunicator, Handle
 from tilewright.parallel.inside.experts.copies import sum_of_copies
-from tilewright.parallel.inside.tensor.rows import sum_of_slices
+from tilewright.parallel.inside.tensor.sequence_slices import sum_of_slices
 from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
 
 BUCKET_BYTES = 25 * 2**20
@@ -214,7 +214,7 @@ class GradientReduction(GradientSums):
             there are several micro-batches.
         bucket_bytes: of gradients that replicas send together. A parameter with more goes alone.
         communicator: sends them, of `data`; None: one that sends them as they are. What shards send is FSDP2's matter
-            (`communicate.sharded`).
+            (`communicate.fsdp_exchanges`).
 
     Raises:
         ConfigError: sharded parameters in a model that is not sharded as a whole, and rows that differ.

@@ -20,11 +20,11 @@ from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model, TrainableModel
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
-from tilewright.parallel.fill import fill_from_meta, shard_all, shard_from_meta
+from tilewright.parallel.fill_shards import fill_from_meta, shard_all, shard_from_meta
 from tilewright.parallel.inside.experts.copies import held_before
-from tilewright.parallel.inside.experts.hold import has_experts, hold_experts
+from tilewright.parallel.inside.experts.rank_experts import has_experts, hold_experts
 from tilewright.parallel.inside.tensor.compiled import compile_cut
-from tilewright.parallel.inside.tensor.hold import check_tensors, cut_tensors
+from tilewright.parallel.inside.tensor.cut_decoder import check_tensors, cut_tensors
 from tilewright.parallel.pipeline.hf_stages import StagedHF
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import ModelStage, Staged

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.inside.experts.hold import expert_meshes
+from tilewright.parallel.inside.experts.rank_experts import expert_meshes
 from tilewright.precision.assign.decide import decide_all
 from tilewright.precision.assign.gathered import AsRead, param_groups, settle
 
@@ -58,7 +58,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
     Args:
         model: a `protocols.Model`, converted; on the mesh's device, or on meta (then call `ready` once it is filled).
         layers: of it; empty where none were found: the model is one group then.
-        mesh: of one axis, or (copies, shards); that of experts which are spread is their own (`experts.hold`).
+        mesh: of one axis, or (copies, shards); that of experts which are spread is their own (`experts.rank_experts`).
         sharding: how.
 
     Raises:

@@ -38,7 +38,7 @@ from tilewright.precision.float8.third_party import give_over, tile_weights
 from tilewright.precision.float8.wiring import group_experts, share_inputs
 from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS, IntegerTrainedEmbedding, IntegerTrainedLinear
 from tilewright.precision.mixed.autocast import region_of
-from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
+from tilewright.precision.mixed.cast_layers import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
 from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_wrappers
 from tilewright.precision.mixed.derived import parametrizations
 from tilewright.precision.policy.gemm_formats import Gemms

@@ -22,7 +22,7 @@ from tilewright.report.run_data.energy_table import energy_view
 from tilewright.report.run_data.exports_table import Exports
 from tilewright.report.run_data.forecast_table import COLUMNS as FORECAST_COLUMNS
 from tilewright.report.run_data.forecast_table import forecast_view, measured
-from tilewright.report.run_data.measured import state
+from tilewright.report.run_data.run_numbers import state
 from tilewright.report.run_data.traffic_table import traffic_view
 from tilewright.report.template import fill
 from tilewright.report.verdict.judge import Judgement, judge

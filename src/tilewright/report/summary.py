@@ -17,7 +17,7 @@ from tilewright.core.units import (
 )
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.energy_table import energy_card
-from tilewright.report.run_data.measured import (
+from tilewright.report.run_data.run_numbers import (
     LossSpan,
     compressor_lines,
     held_out_bits,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tilewright.models.rows import RowBatch
-from tilewright.serving.draw import AnswerSettings, Constraint, Drawer, Drawn
-from tilewright.serving.text import StopFilter, TextStream, ThoughtGate
+from tilewright.models.continued_rows import RowBatch
+from tilewright.serving.next_token import AnswerSettings, Constraint, Drawer, Drawn
+from tilewright.serving.token_text import StopFilter, TextStream, ThoughtGate
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ from tilewright.serving.api.errors import ApiError
 from tilewright.serving.api.logprobs import TokenTexts
 from tilewright.serving.api.prompts import Prompt, chat_prompt, refused_as_400, text_prompts
 from tilewright.serving.api.reply import CLOSED, Reply, ReplyPart
+from tilewright.serving.api.reply_objects import Shape
 from tilewright.serving.api.requests import ApiRequest, ChatRequest, TextRequest, parse
-from tilewright.serving.api.shapes import Shape
 from tilewright.serving.api.thoughts import THOUGHT_MARKS, ThoughtParser
 from tilewright.serving.api.tools import TOKENS, CallParser
-from tilewright.serving.draw import AnswerSettings
 from tilewright.serving.grammar import Grammars
+from tilewright.serving.next_token import AnswerSettings
 from tilewright.serving.session import Session
-from tilewright.serving.text import ThoughtGate
+from tilewright.serving.token_text import ThoughtGate
 from tilewright.serving.worker import Worker
 
 _USUAL_TOKENS = 2048

@@ -5,7 +5,7 @@ of a budget: what is reserved is never more. A layer with a window takes room fo
 is. Prompts of new answers run at most a chunk between two passes.
 
 An answer with a seed is the same alone and beside others: passes that it is in are filled up to one width
-(`models.rows`).
+(`models.continued_rows`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 
 from tilewright.core.hardware import detect_machine
 from tilewright.models.base.protocols import Model
-from tilewright.models.rows import Row, RowBatch
+from tilewright.models.continued_rows import Row, RowBatch
 from tilewright.serving.answer import AnswerPiece, AnswerStream
 
 Outcome = tuple[AnswerStream, AnswerPiece | BaseException]

@@ -28,7 +28,7 @@ class GrammarError(Exception):
 
 
 class GrammarConstraint:
-    """Tokens that may continue one answer. Implements `draw.Constraint`.
+    """Tokens that may continue one answer. Implements `next_token.Constraint`.
 
     Args:
         matcher: of llguidance, at the beginning of a text.

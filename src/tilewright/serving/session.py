@@ -15,11 +15,11 @@ from tilewright.data.chat.template import ChatTemplate, Message, stops_of
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
-from tilewright.models.rows import RowBatch
+from tilewright.models.continued_rows import RowBatch
 from tilewright.serving.answer import AnswerStream
-from tilewright.serving.draw import AnswerSettings, Constraint
 from tilewright.serving.messages import check_messages, check_text
-from tilewright.serving.text import TextStream, ThoughtGate, keeping
+from tilewright.serving.next_token import AnswerSettings, Constraint
+from tilewright.serving.token_text import TextStream, ThoughtGate, keeping
 
 
 class PromptTooLongError(DataError):

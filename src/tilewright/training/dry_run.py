@@ -15,14 +15,14 @@ from tilewright.memory.tracking.tracker import OWNERS
 from tilewright.parallel.world import World
 from tilewright.planner.plan import Plan
 from tilewright.training.assemble import HookFactory, build, set_up
-from tilewright.training.components.reference import attach_reference
-from tilewright.training.components.samples import longest_document
+from tilewright.training.components.reference_logprobs import attach_reference
+from tilewright.training.components.run_samples import longest_document
 from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
-from tilewright.training.planning.ranks import watched
-from tilewright.training.runlog.files import RunLog
+from tilewright.training.planning.rank_watch import watched
 from tilewright.training.runlog.progress import TrainProgress
+from tilewright.training.runlog.record_files import RunLog
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 

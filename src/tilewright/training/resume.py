@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -16,8 +16,8 @@ from tilewright.parallel.launch import on_first
 from tilewright.parallel.liveness.heartbeat import RankRecord
 from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, Rejection
 from tilewright.training.checkpoint.meta import read_meta
-from tilewright.training.checkpoint.store import CheckpointStore, Rejection
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder, move_away
 from tilewright.training.runlog.signals import SettingChange, recipe_changes
@@ -207,7 +207,7 @@ def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:
         before = load_recipe(folder.recipe, environ={}).recipe
     except ConfigError as error:
         return [SettingChange("run.toml", "a recipe that this version cannot read", str(error).splitlines()[0], True)]
-    return recipe_changes(*(schema.flat(one.model_dump(mode="json")) for one in (before, recipe)))
+    return recipe_changes(*(setting_names.flat(one.model_dump(mode="json")) for one in (before, recipe)))
 
 
 def _nothing_to_resume(folder: Path, rejected: list[Rejection]) -> CheckpointError:

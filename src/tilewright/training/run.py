@@ -18,23 +18,23 @@ from tilewright.parallel.agree import OnAllRanksError, any_of
 from tilewright.parallel.launch import on_first
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
-from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
+from tilewright.training.checkpoint.checkpoint_state import TrainState
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, SaveRecord
 from tilewright.training.components import lifecycle
 from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.lifecycle import RunResult, check_files
-from tilewright.training.components.samples import longest_document, step_line
+from tilewright.training.components.run_samples import longest_document, step_line
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate_texts
-from tilewright.training.executor.transaction import (
+from tilewright.training.executor.step_transaction import (
     PartialUpdateError,
     Stateful,
     UnrecoverableStepError,
     run_with_retries,
 )
-from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.hooks.base import Step, StepHook, by_name, calls, restart_if_asked
+from tilewright.training.hooks.rank_agreement import Agreement
 from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.hooks.replan_setup import cheapest_fixes
 from tilewright.training.planning.oom_report import no_memory

@@ -28,15 +28,15 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, HookFactory, RunContext, build, set_up
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.components.far_hook import FarHook
 from tilewright.training.components.lifecycle import switches
 from tilewright.training.components.model import pinned
-from tilewright.training.components.reference import attach_reference
+from tilewright.training.components.reference_logprobs import attach_reference
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.base import ExecutorKind
-from tilewright.training.executor.kinds import check_executor, executor_of
-from tilewright.training.executor.transaction import MAX_BAD_STEPS, UnrecoverableStepError
+from tilewright.training.executor.executor_kinds import check_executor, executor_of
+from tilewright.training.executor.step_transaction import MAX_BAD_STEPS, UnrecoverableStepError
 from tilewright.training.hooks.base import RestartError
 from tilewright.training.hooks.energy_hook import RunEnergy, open_energy
 from tilewright.training.hooks.mixing_setup import mixing_hooks
@@ -53,13 +53,13 @@ from tilewright.training.planning.minutes import (
     with_time_left,
 )
 from tilewright.training.planning.pace import pace_of
-from tilewright.training.planning.ranks import LoneWatch, check_world, facts_of, settings_of, watch_of
+from tilewright.training.planning.rank_watch import LoneWatch, check_world, facts_of, settings_of, watch_of
 from tilewright.training.planning.resolve import load_run_plan, write_plan
 from tilewright.training.planning.trial import time_steps
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
-from tilewright.training.runlog.files import RunLog
 from tilewright.training.runlog.progress import TrainProgress, open_progress, open_pulse
+from tilewright.training.runlog.record_files import RunLog
 from tilewright.training.runlog.recorder import MetricsLogger, open_sinks
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.signals import StopRequest

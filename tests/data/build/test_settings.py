@@ -8,7 +8,7 @@ import pytest
 from tests.data.build import test_chat, test_rules
 from tests.data.build.corpora import build, prose, settings, write_corpus, write_media
 from tests.data.build.scores.test_effects import PROBES as SCORED
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.errors import ConfigError
 from tilewright.data.engine.config import DataBuild, LimitsSection, load_data_toml
 from tilewright.data.engine.context import Context
@@ -91,7 +91,9 @@ PROBES: dict[str, tuple[object, dict]] = {
     "tokenizer.vocab_size": (500, {}),
     "shards.bytes": (2000, {}),
 }
-LIMITS = {item.path for item in schema.fields(DataBuild) if item.path.startswith("limits.")} - {"limits.line_bytes"}
+LIMITS = {item.path for item in setting_names.fields(DataBuild) if item.path.startswith("limits.")} - {
+    "limits.line_bytes"
+}
 """Of readers, whose tests prove each; here `test_limits_reach_the_readers` shows that they get there."""
 ELSEWHERE = {
     "rules.languages": "test_languages",
@@ -128,7 +130,9 @@ def here(tmp_path_factory) -> Path:
 
 
 def test_every_setting_has_a_probe():
-    assert set(PROBES) | set(SCORED) | set(ELSEWHERE) | LIMITS == {item.path for item in schema.fields(DataBuild)}
+    assert set(PROBES) | set(SCORED) | set(ELSEWHERE) | LIMITS == {
+        item.path for item in setting_names.fields(DataBuild)
+    }
     assert all(hasattr(test_rules, name) or hasattr(test_chat, name) for name in ELSEWHERE.values())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewright.core.config.sections.parallel import WireName
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.feedback import ErrorFeedback
-from tilewright.parallel.communicate.wire import TILE, pack, sum_rows, unpack
+from tilewright.parallel.communicate.wire_messages import TILE, pack, sum_rows, unpack
 
 
 class _Meeting:

@@ -19,9 +19,9 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.communicate import sharded
+from tilewright.parallel.communicate import fsdp_exchanges
 from tilewright.parallel.communicate.coded import EXACT, GatheredPart
-from tilewright.parallel.communicate.sync import GradientSync
+from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.shard import Sharding, reshard, shard
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.policy.policy import Policy
@@ -192,7 +192,7 @@ def moved(rank):
     world, lines = world_of((1, 2)), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    sharded.log.addHandler(handler)
+    fsdp_exchanges.log.addHandler(handler)
     batches = {"a": [make_batch(seed=seed) for seed in range(3)]}
     found = []
     for section in (CODED, AS_READ):
@@ -236,5 +236,5 @@ def without(rank):
     world, lines = world_of((1, 2)), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    sharded.log.addHandler(handler)
+    fsdp_exchanges.log.addHandler(handler)
     return lines, steps(made(world, CODED, mode="bf16_mixed"), world, rank, 1)[2]

@@ -16,13 +16,13 @@ from tilewright.core.config.recipe import ParallelSection
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
-from tilewright.parallel.communicate.sync import GradientSync
+from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.gradients import GradientReduction
 from tilewright.parallel.shard import Sharding, shard
 from tilewright.parallel.world import World
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_state import TrainState
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.executor.standard import StandardExecutor
 
 SECTIONS = {wire: ParallelSection(grad_sync=wire) for wire in ("fp32", "bf16", "fp8")}

@@ -17,15 +17,15 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
-from tilewright.parallel.fill import shard_all
+from tilewright.parallel.fill_shards import shard_all
 from tilewright.parallel.gradients import sum_gradients
-from tilewright.parallel.inside.experts.hold import has_experts, hold_experts
-from tilewright.parallel.inside.tensor.hold import cut_tensors
-from tilewright.parallel.inside.tensor.rows import sum_of_slices
+from tilewright.parallel.inside.experts.rank_experts import has_experts, hold_experts
+from tilewright.parallel.inside.tensor.cut_decoder import cut_tensors
+from tilewright.parallel.inside.tensor.sequence_slices import sum_of_slices
 from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.rank_passes import PipelineSteps
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
-from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import join
 

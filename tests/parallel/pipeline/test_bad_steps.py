@@ -9,10 +9,10 @@ from tilewright.core import env
 from tilewright.core.errors import ConfigError
 from tilewright.models.distill.loss import MADE
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.plan import StepPlan
+from tilewright.parallel.pipeline.microbatch_plan import StepPlan
+from tilewright.parallel.pipeline.rank_passes import PipelineSteps
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
-from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import join
 
 pytestmark = pytest.mark.dist

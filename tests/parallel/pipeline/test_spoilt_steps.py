@@ -9,12 +9,12 @@ from tests.parallel.pipeline.ragged import decoder, micro_batches
 from tests.ranks import on_ranks
 from tilewright.core import env
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.fill import shard_all
+from tilewright.parallel.fill_shards import shard_all
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.plan import StepPlan
+from tilewright.parallel.pipeline.microbatch_plan import StepPlan
+from tilewright.parallel.pipeline.rank_passes import PipelineSteps
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
-from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import join
 

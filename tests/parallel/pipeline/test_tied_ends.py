@@ -15,18 +15,18 @@ from tilewright.core.config.recipe import OptimSection, Recipe
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.fill import shard_all
+from tilewright.parallel.fill_shards import shard_all
 from tilewright.parallel.liveness.checksum import checksum
 from tilewright.parallel.mesh import MeshSizes
+from tilewright.parallel.pipeline.rank_passes import PipelineSteps
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
-from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import World, join
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
-from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.checkpoint_state import TrainState
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.components.export import export
 from tilewright.training.components.optimizer import make_optimizer, rounding_numbers
 from tilewright.training.executor.base import keep_fp32_gradients

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tilewright.report.run_data.collect import collect
-from tilewright.report.run_data.measured import held_out_losses
+from tilewright.report.run_data.run_numbers import held_out_losses
 from tilewright.report.watch.curves import Metrics, downsample, stretch_for
 from tilewright.report.watch.server import compact_json
 

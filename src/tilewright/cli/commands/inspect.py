@@ -22,7 +22,7 @@ from tilewright.cli.common import (
     show_table,
     verbosity,
 )
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.toml import NONE
 from tilewright.core.errors import ConfigError
@@ -52,7 +52,7 @@ def inspect_(ctx: click.Context, target: str, as_schema: bool, other: str | None
     if other is not None:
         _diff(folder, Path(other), as_json)
     elif as_schema:
-        print_json(schema.json_schema())
+        print_json(setting_names.json_schema())
     elif (folder / "manifest.json").is_file():
         _checkpoint(folder, as_json)
     elif (folder / "run.toml").is_file():
@@ -63,8 +63,8 @@ def inspect_(ctx: click.Context, target: str, as_schema: bool, other: str | None
 
 def _recipe(target: str, settings: list[str], as_json: bool) -> None:
     loaded = load_recipe(target, settings)
-    values = schema.flat(loaded.recipe.model_dump(mode="json"))
-    rows = [(item, values[item.path]) for item in schema.fields()]
+    values = setting_names.flat(loaded.recipe.model_dump(mode="json"))
+    rows = [(item, values[item.path]) for item in setting_names.fields()]
     if as_json:
         print_json({item.path: {"value": value, "source": loaded.sources[item.path]} for item, value in rows})
         return
@@ -183,8 +183,8 @@ def _required_audit(folder: Path) -> recorded.RecordedAudit:
 
 def _checkpoint(folder: Path, as_json: bool) -> None:
     """Names, shapes and bytes from the checkpoint's own index; no tensor is read."""
+    from tilewright.training.checkpoint.checkpoint_store import stored_tensors
     from tilewright.training.checkpoint.meta import read_meta
-    from tilewright.training.checkpoint.store import stored_tensors
 
     meta = read_meta(folder)
     rows = [

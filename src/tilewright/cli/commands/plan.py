@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilewright.planner.advice.changes import Change
     from tilewright.planner.plan import Plan
     from tilewright.planner.site import Site
-    from tilewright.training.planning.request import PlanRequest
+    from tilewright.training.planning.plan_request import PlanRequest
 
 
 @click.command(cls=RecipeCommand)
@@ -98,7 +98,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     options = {name: value for name, value in options.items() if name not in ("nodes", "link")}
     if cards:
-        from tilewright.training.planning.request import PlanRequest
+        from tilewright.training.planning.plan_request import PlanRequest
 
         plan_cards(loaded, cards, by or "time", PlanRequest(**options), as_json=as_json)
         return
@@ -107,8 +107,8 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         from tilewright.data.common.progress import ProgressBar
         from tilewright.planner.advice.sweep import pareto
         from tilewright.training.planning.advice import advice
-        from tilewright.training.planning.refused import refused
-        from tilewright.training.planning.request import PlanRequest, asked_for, plan_for
+        from tilewright.training.planning.does_not_fit import refused
+        from tilewright.training.planning.plan_request import PlanRequest, asked_for, plan_for
 
     request = PlanRequest(**options)
     with ProgressBar("planning") as progress:
@@ -148,7 +148,7 @@ def _of_model(model: str, typed: list[str], as_json: bool, options: dict[str, An
                 where=f"--{name}",
             )
     with gc_paused():
-        from tilewright.training.planning.request import PlanRequest
+        from tilewright.training.planning.plan_request import PlanRequest
     plan_model(model, typed, PlanRequest(**options), as_json=as_json)
 
 
@@ -166,7 +166,7 @@ def _other(site: "Site", request: "PlanRequest", found: "Plan", compare: str, ty
     """The numbers of what is compared: another recipe, planned as this one is, or a plan file."""
     from tilewright.cli.plan_output import numbers, settings_in_words
     from tilewright.planner.plan_file import is_plan_file, read_plan
-    from tilewright.training.planning.request import asked_for, plan_for
+    from tilewright.training.planning.plan_request import asked_for, plan_for
 
     if is_plan_file(compare):
         file = read_plan(compare)

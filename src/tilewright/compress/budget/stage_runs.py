@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from tilewright.compress.budget.not_finite import stage_named
 from tilewright.compress.export.export_source import ExportSource
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded
@@ -18,8 +18,8 @@ from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
 from tilewright.models.distill.hidden import pairs_of
+from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.checkpoint.meta import read_meta
-from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.session import train
 
 _WARMUP = 0.1
@@ -125,7 +125,7 @@ def run_stage(recipe: Recipe, source: ExportSource) -> Path:
     """
     if recipe.distill.teacher:
         _check_teacher(source)
-    sources = dict.fromkeys((item.path for item in schema.fields()), f"compress of {source.run.name}")
+    sources = dict.fromkeys((item.path for item in setting_names.fields()), f"compress of {source.run.name}")
     folder = Path(recipe.run.dir) / recipe.run.name
     with stage_named(recipe.run.name):
         result = train(Loaded(recipe, sources, recipe.run.name))

@@ -5,7 +5,7 @@ from typing import Any
 
 import tomlkit
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import NONE, inline
 from tilewright.models.decoder.config import DecoderConfig
@@ -28,7 +28,7 @@ def recipe_text(recipe: Recipe, config: DecoderConfig, intro: Sequence[str]) -> 
     lines = [f"# {line}".rstrip() for line in intro]
     values = config.section_values()
     layers = values.pop("layers", [])
-    usual = {item.path: item.info.default for item in schema.fields()}
+    usual = {item.path: item.info.default for item in setting_names.fields()}
     own = {name: value for name, value in values.items() if value != usual[f"model.{name}"]}
     lines += ["", "[model]", *_assigned({"kind": "decoder"} | own)]
     for entry in layers:
@@ -46,9 +46,9 @@ def _assigned(values: Mapping[str, Any]) -> Iterator[str]:
 def _kept(recipe: Recipe, usual: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Settings of the run that decide what is computed, and differ from those of no recipe, by section."""
     found: dict[str, dict[str, Any]] = {}
-    for path, value in schema.flat(recipe.model_dump(mode="json")).items():
+    for path, value in setting_names.flat(recipe.model_dump(mode="json")).items():
         section, _, name = path.rpartition(".")
-        if section.partition(".")[0] not in _LEFT and schema.changes_numbers(path):
+        if section.partition(".")[0] not in _LEFT and setting_names.changes_numbers(path):
             default = usual[path]
             if value != (list(default) if isinstance(default, tuple) else default):
                 found.setdefault(section, {})[name] = value

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.load import DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
@@ -65,7 +65,7 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """The recipe with other settings by `section.field`, which the caller knows to be allowed."""
-    return _changed(recipe, schema.nested(settings))
+    return _changed(recipe, setting_names.nested(settings))
 
 
 def _changed(section: Any, values: Mapping[str, Any]) -> Any:
@@ -88,10 +88,10 @@ def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
 
 def _with_values(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All values by section, as they are: a dump would take an architecture of the caller's own to pieces."""
-    known = {item.path: functools.reduce(getattr, item.path.split("."), recipe) for item in schema.fields()}
-    return schema.nested(known | dict(settings))
+    known = {item.path: functools.reduce(getattr, item.path.split("."), recipe) for item in setting_names.fields()}
+    return setting_names.nested(known | dict(settings))
 
 
 def value_of(recipe: Recipe, name: str) -> Any:
     """Value of the setting with this name, `section.field`."""
-    return schema.value_at(recipe.model_dump(), name)
+    return setting_names.value_at(recipe.model_dump(), name)

@@ -1,7 +1,7 @@
 """Executors by name, and what each can do.
 
 Whoever must know how a step is run asks for a capability and never compares a name; a contract test holds that. A new
-executor is a name, a row of capabilities, and a factory (`training.executor.kinds`).
+executor is a name, a row of capabilities, and a factory (`training.executor.executor_kinds`).
 """
 
 from collections.abc import Mapping

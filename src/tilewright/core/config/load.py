@@ -15,12 +15,12 @@ import tomlkit
 from pydantic import ValidationError
 
 from tilewright.core import env
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.messages import broken_text, by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml, toml_text
 from tilewright.core.config.unused import without_effect
+from tilewright.core.config.value_messages import broken_text, by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.errors import ConfigError, Problem, printable
 
 CLI = "cli"
@@ -85,7 +85,7 @@ def load_recipe(
     settings, problems = env.settings(environ)
     merged.problems += problems
     for setting in settings:
-        path = schema.from_environment(setting.field)
+        path = setting_names.from_environment(setting.field)
         _put_text(merged, path, setting.value, f"env {setting.name}", f"environment variable {setting.name}")
     pairs, problems = _pairs(overrides)
     merged.problems += problems
@@ -94,7 +94,7 @@ def load_recipe(
     _follow_batch(merged)
     _follow_length(merged)
     recipe = _validated(merged)
-    sources = {item.path: merged.sources.get(item.path, DEFAULT) for item in schema.fields()}
+    sources = {item.path: merged.sources.get(item.path, DEFAULT) for item in setting_names.fields()}
     void = without_effect(recipe)
     # A parent's setting may be void in the child; only what this user wrote deserves a word.
     notes = [
@@ -112,8 +112,8 @@ def shipped_recipes() -> list[str]:
 
 def write_run_toml(loaded: Loaded, path: str | Path) -> None:
     """Writes the resolved recipe, each value with a comment that names its source. It loads to the same `Recipe`."""
-    by_section: dict[str, list[str]] = {section: [] for section in schema.sections()}
-    for setting, value in schema.flat(loaded.recipe.model_dump(mode="json")).items():
+    by_section: dict[str, list[str]] = {section: [] for section in setting_names.sections()}
+    for setting, value in setting_names.flat(loaded.recipe.model_dump(mode="json")).items():
         section, _, name = setting.rpartition(".")
         item = tomlkit.item(inline(NONE if value is None else value))
         by_section[section].append(f"{name} = {item.as_string()} # {loaded.sources[setting]}")
@@ -170,10 +170,10 @@ def _name(file: Path | None) -> str:
 def _chain(file: Path) -> list[TomlFile]:
     """The file, its parent, its parent's parent, ..."""
     chain = [read_toml(file)]
-    while schema.EXTENDS in chain[-1].data:
+    while setting_names.EXTENDS in chain[-1].data:
         child = chain[-1]
-        name = child.data[schema.EXTENDS]
-        where = child.place(schema.EXTENDS)
+        name = child.data[setting_names.EXTENDS]
+        where = child.place(setting_names.EXTENDS)
         if not isinstance(name, str):
             raise ConfigError(
                 "`extends` is not the name of one recipe", got=toml_text(name), need="a text in quotes", where=where
@@ -193,9 +193,9 @@ def _chain(file: Path) -> list[TomlFile]:
 
 
 def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
-    known = schema.sections()
+    known = setting_names.sections()
     for section, content in toml.data.items():
-        if section == schema.EXTENDS:
+        if section == setting_names.EXTENDS:
             continue
         if not isinstance(content, dict) or section not in known:
             merged.problems.append(not_a_section(section, content, toml.place(section)))
@@ -206,8 +206,8 @@ def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
 def _put_section(merged: _Values, toml: TomlFile, section: str, content: Mapping[str, object], source: str) -> None:
     for name, value in content.items():
         path = f"{section}.{name}"
-        item = schema.find(path)
-        if path in schema.sections() and isinstance(value, dict):
+        item = setting_names.find(path)
+        if path in setting_names.sections() and isinstance(value, dict):
             _put_section(merged, toml, path, value, source)
             continue
         if item is not None and item.may_be_none and value == NONE:
@@ -216,11 +216,11 @@ def _put_section(merged: _Values, toml: TomlFile, section: str, content: Mapping
 
 
 def _put_text(merged: _Values, path: str, value: object, source: str, place: str) -> None:
-    item = schema.find(path)
+    item = setting_names.find(path)
     merged.put(path, _typed(item, value) if item and isinstance(value, str) else value, source, place)
 
 
-def _typed(item: schema.Field, text: str) -> object:
+def _typed(item: setting_names.Field, text: str) -> object:
     """Text from a command line as a TOML value; where it is none, or a text is wanted, the text itself."""
     if item.may_be_none and text == NONE:
         return None
@@ -252,8 +252,8 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
         elif rest and not rest[0].startswith("--"):
             pairs.append((name, rest.pop(0)))
         else:
-            item = schema.find(name)
-            near = "" if item else schema.suggest(name)
+            item = setting_names.find(name)
+            near = "" if item else setting_names.suggest(name)
             problems.append(
                 Problem(
                     f"--{name} has no value" if item else f"Unknown option --{name}",
@@ -270,7 +270,7 @@ def _validated(merged: _Values) -> Recipe:
     bad: set[str] = set()
     known: dict[str, object] = {}
     for path, value in merged.values.items():
-        if schema.find(path) is None:
+        if setting_names.find(path) is None:
             merged.problems.append(unknown_setting(path, value, merged.places[path]))
             bad.add(path)
         elif _is_broken(value):
@@ -307,7 +307,7 @@ def _is_broken(value: object) -> bool:
 def _strict(values: Mapping[str, object]) -> Recipe:
     # Through JSON because there strict means what we want: lists for tuples, but no "7" for 7 and no 1 for true.
     # Dates are the only TOML values without a JSON form; as text they are refused where no text is wanted.
-    return Recipe.model_validate_json(json.dumps(_capped(schema.nested(values)), default=str), strict=True)
+    return Recipe.model_validate_json(json.dumps(_capped(setting_names.nested(values)), default=str), strict=True)
 
 
 def _capped(value: object) -> object:

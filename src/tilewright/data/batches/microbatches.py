@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewright.models.base.head import IGNORED_LABEL
+from tilewright.models.base.output_head import IGNORED_LABEL
 from tilewright.models.base.preference import is_pairs
 from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.parallel.agree import reduced_on, sum_over

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.data.engine.config import DataBuild
 
 _COUNTS = ("docs", "bytes", "tokens", "holdout_docs")
@@ -11,8 +11,8 @@ _COUNTS = ("docs", "bytes", "tokens", "holdout_docs")
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
     """Differences of two builds' `dataset.json`: `same` and, of settings, domains and reasons, (name, here, there)."""
-    paths = [item.path for item in schema.fields(DataBuild)]
-    settings = [_row(path, *(schema.value_at(one["settings"], path) for one in (here, there))) for path in paths]
+    paths = [item.path for item in setting_names.fields(DataBuild)]
+    settings = [_row(path, *(setting_names.value_at(one["settings"], path) for one in (here, there))) for path in paths]
     changed = [name for name, digest in here["stages"].items() if digest != there["stages"].get(name)]
     summaries = here["summary"], there["summary"]
     domains = sorted({name for one in summaries for name in one["domains"]})

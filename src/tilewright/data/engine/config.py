@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from tilewright.core.config import schema
-from tilewright.core.config.messages import by_line, not_a_section, schema_problems, unknown_setting
+from tilewright.core.config import setting_names
 from tilewright.core.config.section import Bytes, Count, Section
 from tilewright.core.config.toml import NONE, read_toml
+from tilewright.core.config.value_messages import by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.readers.kinds import KINDS, SUFFIX
@@ -277,12 +277,12 @@ def load_data_toml(path: Path) -> DataBuild:
     values: dict[str, object] = {}
     places: dict[str, str] = {}
     for section, content in toml.data.items():
-        if not isinstance(content, dict) or section not in schema.sections(DataBuild):
+        if not isinstance(content, dict) or section not in setting_names.sections(DataBuild):
             problems.append(not_a_section(section, content, toml.place(section), DataBuild))
             continue
         for name, value in content.items():
             setting = f"{section}.{name}"
-            item = schema.find(setting, DataBuild)
+            item = setting_names.find(setting, DataBuild)
             if item is None:
                 problems.append(unknown_setting(setting, value, toml.place(setting), DataBuild))
                 continue
@@ -325,7 +325,7 @@ def without_effect(build: DataBuild) -> dict[str, str]:
 
 
 def _strict(values: dict[str, object]) -> DataBuild:
-    return DataBuild.model_validate_json(json.dumps(schema.nested(values), default=str), strict=True)
+    return DataBuild.model_validate_json(json.dumps(setting_names.nested(values), default=str), strict=True)
 
 
 def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:

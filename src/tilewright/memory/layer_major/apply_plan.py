@@ -7,7 +7,7 @@
 
 Which activations are kept and where bytes are stored changes no number, so it may change at any time. Into how many
 parts MLPs and attention are cut rounds differently, so that stays as the run began. Called by
-`training.executor.layer_major` and `training.executor.kinds`.
+`training.executor.layer_major` and `training.executor.executor_kinds`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tilewright.core.config.recipe import Tier
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.memory.layer_major.passes import LayerMajor
-from tilewright.models.layerwise.view import LayerGroup, LayerGroups
+from tilewright.models.layerwise.layer_view import LayerGroup, LayerGroups
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 
 Homes = tuple[Tier, Tier]

@@ -28,7 +28,7 @@ from tilewright.memory.layer_major.saved_views import rebind_saved_views
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.base.protocols import LayerContext, LossOutput
-from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
+from tilewright.models.layerwise.layer_view import LayerGroup, LayerGroups, LayerwiseModel
 
 Batch = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from tilewright.core.config.recipe import Tier
-from tilewright.memory.offload.layout import Layout
+from tilewright.memory.offload.byte_stores import Store, make_store
+from tilewright.memory.offload.flat_layout import Layout
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.offload.pinned import pinned_empty, unpin
-from tilewright.memory.offload.stores import Store, make_store
-from tilewright.models.layerwise.view import LayerGroup
+from tilewright.models.layerwise.layer_view import LayerGroup
 
 
 @dataclass(eq=False)

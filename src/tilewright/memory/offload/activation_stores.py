@@ -17,9 +17,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tilewright.memory.offload.layout import Layout
+from tilewright.memory.offload.byte_stores import DiskStore, HostStore, Store
+from tilewright.memory.offload.flat_layout import Layout
 from tilewright.memory.offload.pinned import PinnedBuffers
-from tilewright.memory.offload.stores import DiskStore, HostStore, Store
 
 Key = tuple[int, int]
 """Number of the layer and of the micro-batch."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tilewright.core.config.recipe import Tier
-from tilewright.memory.offload.stores import DiskStore, make_store
+from tilewright.memory.offload.byte_stores import DiskStore, make_store
 from tilewright.memory.offload.transfer import make_transfer
 
 

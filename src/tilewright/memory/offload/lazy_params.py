@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tilewright.memory.offload.layout import placeholder
+from tilewright.memory.offload.flat_layout import placeholder
 from tilewright.models.base.protocols import InitialValues
-from tilewright.ops.base.codes import codes_of, named_constants
+from tilewright.ops.base.code_modules import codes_of, named_constants
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def dummy_values(model: nn.Module) -> Iterator[None]:
 
 
 def is_placeholder(param: Tensor) -> bool:
-    """True where a tensor stands in for one that has no memory yet (`layout.placeholder`), or has it elsewhere
+    """True where a tensor stands in for one that has no memory yet (`flat_layout.placeholder`), or has it elsewhere
     (`hf_view.vacant_like`): one value in all places.
 
     Example:

@@ -13,7 +13,7 @@ layer group's parameters are named as in the model, its states `<parameter>.<sta
 no bytes to speak of and stay where they are. The layer group of parameters that several others read stays on the
 device.
 
-Built by `training.executor.kinds`.
+Built by `training.executor.executor_kinds`.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.core.config.recipe import Tier
-from tilewright.memory.offload.layout import placeholder
+from tilewright.memory.offload.flat_layout import placeholder
 from tilewright.memory.offload.pool import OffloadPool
 from tilewright.models.base.protocols import InitialValues
-from tilewright.models.layerwise.view import LayerGroup, LayerGroups
+from tilewright.models.layerwise.layer_view import LayerGroup, LayerGroups
 from tilewright.optim.adam import DeepSeekAdam
 
 Homes = Tier | Mapping[str, Tier]

@@ -16,9 +16,9 @@ integer: the largest) in its shape, which takes no memory, shows wherever it is 
 `device` the tensors stay where they are and are always live. So do those of a layer group that is added as `resident`:
 for tensors that several layer groups read, as a head tied to the embedding. A tensor belongs to one layer group.
 
-`prefetch + 1` staging buffers of the largest layer group that is off the device rotate, whatever its tier (`slots`).
-Which layer group goes where is the caller's choice; the bytes move in `transfer`, and are in `stores`. Not for several
-threads."""
+`prefetch + 1` staging buffers of the largest layer group that is off the device rotate, whatever its tier
+(`staging_slots`). Which layer group goes where is the caller's choice; the bytes move in `transfer`, and are in
+`byte_stores`. Not for several threads."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from tilewright.core.config.recipe import Tier
-from tilewright.memory.offload.layout import Layout, placeholder
-from tilewright.memory.offload.slots import StagingBuffers
-from tilewright.memory.offload.stores import Store, make_store
+from tilewright.memory.offload.byte_stores import Store, make_store
+from tilewright.memory.offload.flat_layout import Layout, placeholder
+from tilewright.memory.offload.staging_slots import StagingBuffers
 from tilewright.memory.offload.transfer import Traffic, Transfer, make_transfer
 
 Fill = Callable[[dict[str, Tensor]], None]

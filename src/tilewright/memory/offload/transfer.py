@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.memory.offload.byte_stores import Store
 from tilewright.memory.offload.pinned import pinned_empty, unpin
-from tilewright.memory.offload.stores import Store
 
 
 @dataclass

@@ -149,7 +149,7 @@ class MemoryTracker:
 
     def count_beside(self, num_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Count what no owner sees on top of each owner's bytes: weight gradients that wait
-        (`ops.base.deferred`).
+        (`ops.base.weight_gradient_queue`).
 
         Args:
             num_bytes: bytes on the device by owner, now. Asked at every boundary, so it must be quick.

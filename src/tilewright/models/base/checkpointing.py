@@ -2,7 +2,7 @@
 
 The five modes give bitwise the same loss and gradients on a CPU; they trade memory for recomputation. With inputs kept
 in 8 bits (`checkpoint_fp8_input`) the loss stays exact and gradients do not: the layer is recomputed from the rounded
-input. Not the saving of runs to disk (`training.checkpoint.store`).
+input. Not the saving of runs to disk (`training.checkpoint.checkpoint_store`).
 
 Legend: ... any leading dimensions  D width of the residual stream.
 """

@@ -1,6 +1,6 @@
 """Which linear layers make a model's output: its scores of words, classes or values. By structure, for any model.
 
-Not to be confused with `head`, the arithmetic of our own heads with their losses.
+Not to be confused with `output_head`, the arithmetic of our own heads with their losses.
 """
 
 from collections.abc import Iterable, Iterator

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from tilewright.models.base.source import called, called_by_functions, methods
-from tilewright.ops.base.codes import own_tensors
+from tilewright.models.base.class_code import called, called_by_functions, methods
+from tilewright.ops.base.code_modules import own_tensors
 
 PRODUCTS = frozenset(
     {

@@ -189,7 +189,7 @@ class Model(TrainableModel):
         """Compile the layers in place with torch.compile.
 
         Args:
-            waits: weight gradients will wait (`ops.base.deferred`).
+            waits: weight gradients will wait (`ops.base.weight_gradient_queue`).
         """
         raise NotImplementedError
 

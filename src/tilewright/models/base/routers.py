@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from tilewright.models.base.source import called, called_by_functions, recorded_as
-from tilewright.ops.base.codes import own_tensors
+from tilewright.models.base.class_code import called, called_by_functions, recorded_as
+from tilewright.ops.base.code_modules import own_tensors
 
 CHOOSING = frozenset({"topk", "argmax", "argsort", "multinomial"})
 """A mixture that calls one of these chooses."""

@@ -27,7 +27,7 @@ from tilewright.models.base.checkpointing import (
     common_mode,
     silence_checkpoint_warning,
 )
-from tilewright.models.base.head import row_losses
+from tilewright.models.base.output_head import row_losses
 from tilewright.models.base.preference import is_pairs, preference_loss, rows_of
 from tilewright.models.base.protocols import LayerContext, LossOutput, Model
 from tilewright.models.decoder.block import Block

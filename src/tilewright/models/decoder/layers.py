@@ -91,8 +91,8 @@ def rope_angles(positions: Tensor, rope_dim: int, theta: float) -> tuple[Tensor,
 
 
 class StreamSlices(Protocol):
-    """Who gives ranks slices of the residual stream (`parallel.inside.tensor.rows`): each has some positions of rows.
-    All ranks call each of these together. B rows, S positions, s of a slice, D model width."""
+    """Who gives ranks slices of the residual stream (`parallel.inside.tensor.sequence_slices`): each has some positions
+    of rows. All ranks call each of these together. B rows, S positions, s of a slice, D model width."""
 
     def positions(self, length: int) -> int:
         """s of a slice of S positions."""

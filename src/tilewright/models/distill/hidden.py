@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.errors import ConfigError
-from tilewright.models.base.head import IGNORED_LABEL
+from tilewright.models.base.output_head import IGNORED_LABEL
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues, LayerContext, LossOutput
 from tilewright.ops.linear import machines_linear
 

@@ -1,4 +1,4 @@
-"""The loss of a student that learns from tokens of a teacher that were kept (`kept`), with its gradient.
+"""The loss of a student that learns from tokens of a teacher that were kept (`kept_tokens`), with its gradient.
 
 Legend: C positions of a chunk  K tokens that are kept  G = K + 1 groups: these, and all others  V vocabulary.
 """
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.models.base.head import IGNORED_LABEL
+from tilewright.models.base.output_head import IGNORED_LABEL
 from tilewright.models.distill.divergences import Teaching
-from tilewright.models.distill.kept import keeping
+from tilewright.models.distill.kept_tokens import keeping
 
 
 def kept_loss(

@@ -3,8 +3,8 @@
 loss = (1 - weight) * cross-entropy + weight * T^2 * divergence(teacher, student), both at temperature T (Hinton et al.,
 "Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets; see `divergences`. Logits are
 made and freed by chunks of rows, forward and backward, for teacher and student alike. Where tokens of the
-teacher were kept (`kept`), the batch has these and no logits of the teacher are made. Like pairs of preferences, what
-the loss needs travels with the batch, so each executor computes it.
+teacher were kept (`kept_tokens`), the batch has these and no logits of the teacher are made. Like pairs of preferences,
+what the loss needs travels with the batch, so each executor computes it.
 
 Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary
 K tokens that are kept  G = K + 1 logarithms.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.models.base.head import IGNORED_LABEL, head_loss, whole_operands
+from tilewright.models.base.output_head import IGNORED_LABEL, head_loss, whole_operands
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.distill.divergences import DIVERGENCES, Teaching, divergences
 from tilewright.models.distill.kept_loss import kept_loss

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.models.base.eval_mode import evaluation
-from tilewright.models.hf.joined import JoinedHFCache, row_attention, why_no_rows
+from tilewright.models.hf.joined_rows import JoinedHFCache, row_attention, why_no_rows
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel

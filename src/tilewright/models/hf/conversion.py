@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.folder.row_wise import Recorded, read_rows
 from tilewright.models.folder.safetensors import StoredTensor
-from tilewright.ops.base.codes import named_constants
+from tilewright.ops.base.code_modules import named_constants
 
 _BLOCK_BYTES = 64 * 2**20
 """Of a parameter's FP32 values read at a time, or one row."""

@@ -24,7 +24,7 @@ from tilewright.models.folder.fp8_weights import LazyWeight, StoredWeight, find_
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.safetensors import INDEX, SINGLE, StoredTensor, mismatch_error, open_file, scan_folder
 from tilewright.models.hf.model import HFModel, Task
-from tilewright.models.hf.rows import real_integers
+from tilewright.models.hf.row_lengths import real_integers
 from tilewright.ops.kernels import Kernels
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -80,7 +80,7 @@ def load_hf(
 
 
 def hf_shapes(path: Path | str, task: Task) -> "PreTrainedModel":
-    """The transformers model of a folder without weights, for `rows` and `parts`.
+    """The transformers model of a folder without weights, for `row_lengths` and `trained_parts`.
 
     Raises:
         As `load_hf`.
@@ -91,7 +91,7 @@ def hf_shapes(path: Path | str, task: Task) -> "PreTrainedModel":
 
 
 def whole_architecture(path: Path | str, task: Task) -> nn.Module | None:
-    """The architecture of a folder without a task, where transformers has it, for `parts`.
+    """The architecture of a folder without a task, where transformers has it, for `trained_parts`.
 
     Raises:
         As `load_hf`.

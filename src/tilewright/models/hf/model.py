@@ -29,7 +29,7 @@ from tilewright.models.base.checkpointing import (
     checkpoint_options,
     common_mode,
 )
-from tilewright.models.base.head import logits_loss, row_losses
+from tilewright.models.base.output_head import logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput, Model
 from tilewright.models.base.routers import find_routers

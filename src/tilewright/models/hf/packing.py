@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tilewright.models.base.head import IGNORED_LABEL
+from tilewright.models.base.output_head import IGNORED_LABEL
 from tilewright.models.base.protocols import LossOutput
 
 if TYPE_CHECKING:  # it takes seconds to import

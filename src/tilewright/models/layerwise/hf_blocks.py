@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tilewright.models.base.stand_ins import stand_ins
 from tilewright.models.hf.model import HFModel
-from tilewright.models.layerwise.calls import LayerCall, tensors_of
+from tilewright.models.layerwise.layer_calls import LayerCall, tensors_of
 
 
 class NotSliceableError(Exception):

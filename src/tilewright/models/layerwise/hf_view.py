@@ -25,9 +25,9 @@ from tilewright.models.base.stand_ins import Visit, stand_ins
 from tilewright.models.distill.foreign_hidden import call_layer, learned, without_values
 from tilewright.models.distill.hidden import of_batch
 from tilewright.models.hf.model import HFModel
-from tilewright.models.layerwise.calls import LayerCall, LayerCalls
 from tilewright.models.layerwise.hf_blocks import CallSite, NotSliceableError, find_blocks
-from tilewright.models.layerwise.view import LayerwiseModel, SingleBlock
+from tilewright.models.layerwise.layer_calls import LayerCall, LayerCalls
+from tilewright.models.layerwise.layer_view import LayerwiseModel, SingleBlock
 
 _CLOSE = 1e-4
 """Relative difference of losses and gradients that is rounding: a cut changes no operation, only where autocast's

@@ -24,7 +24,7 @@ from tilewright.models.folder.safetensors import INDEX, SINGLE, scan_folder
 from tilewright.models.hf.conversion import converted_values
 from tilewright.models.hf.load import draw_module, load_hf, weight_owners
 from tilewright.models.hf.model import HFModel
-from tilewright.ops.base.codes import named_constants
+from tilewright.ops.base.code_modules import named_constants
 
 _NET = "net."
 """What is before the names of a Hugging Face model in ours."""

@@ -1,4 +1,5 @@
-"""A linear layer whose weight gradient may wait in a queue (`deferred`): one autograd function for all implementations.
+"""A linear layer whose weight gradient may wait in a queue (`weight_gradient_queue`): one autograd function for all
+implementations.
 
 Legend: N tokens  M output features  K input features.
 """
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
 from tilewright.ops.base.derivatives import without_second
+from tilewright.ops.base.weight_gradient_queue import Waiting, WeightGradientQueue
 
 
 @dataclass(frozen=True)

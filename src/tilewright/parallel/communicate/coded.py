@@ -24,7 +24,7 @@ from tilewright.formats.scaling import tile_amax
 from tilewright.formats.spec import FP32_MANTISSA_BITS
 from tilewright.formats.tiled import FP8_BLOCK
 from tilewright.ops.kernels import Kernels
-from tilewright.parallel.communicate.wire import code_values, powers
+from tilewright.parallel.communicate.wire_messages import code_values, powers
 
 TILE = FP8_BLOCK.tile.rows
 _ROWS = 8 * TILE

@@ -6,9 +6,9 @@
     handle.wait()                                 # grad is the sum over the ranks
 
 `fp32` sends tensors as they are, by the backend's own collectives: the same bits as torch's. `bf16` and `fp8` are for
-FP32 tensors: each rank gets its share of every rank's values in an all-to-all and adds them in FP32 (`wire`). An
-all-reduce sends the sums to all in the same format, and each rank, the one that made them too, takes what was sent: all
-have the same bits. Tensors of other dtypes are sent as they are.
+FP32 tensors: each rank gets its share of every rank's values in an all-to-all and adds them in FP32 (`wire_messages`).
+An all-reduce sends the sums to all in the same format, and each rank, the one that made them too, takes what was sent:
+all have the same bits. Tensors of other dtypes are sent as they are.
 
 On a CPU such an exchange runs in a thread, on a group of its own, in the order of the calls, which must be the same on
 all ranks. On a GPU it runs in a stream.
@@ -40,7 +40,7 @@ from tilewright.parallel.communicate.transport import (
     own_group,
     reduce_scatter_rows,
 )
-from tilewright.parallel.communicate.wire import TILE, pack, sum_rows, unpack
+from tilewright.parallel.communicate.wire_messages import TILE, pack, sum_rows, unpack
 
 
 class Handle:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from tilewright.ops.base.parts import Place
+from tilewright.ops.base.tensor_parts import Place
 from tilewright.parallel.agree import gather, named_ranks
 
 

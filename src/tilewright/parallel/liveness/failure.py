@@ -21,7 +21,7 @@ import psutil
 
 from tilewright.core.errors import HardwareError
 from tilewright.parallel.liveness.heartbeat import BEAT_S, ENDED, RankRecord, records
-from tilewright.parallel.liveness.repeat import Repeat
+from tilewright.parallel.liveness.repeated_work import Repeat
 
 GONE_S = 2.0
 """Without a beat for so long, a record whose process is not there is that of a killed one. A broken connection is proof

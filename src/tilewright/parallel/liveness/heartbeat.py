@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tilewright.parallel.liveness.repeat import Repeat, WorkMeter
+from tilewright.parallel.liveness.repeated_work import Repeat, WorkMeter
 
 FOLDER = "ranks"
 ENDED = "ended"

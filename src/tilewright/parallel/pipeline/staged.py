@@ -140,7 +140,7 @@ class Staged:
     layer: Any
     epilogue: Any
     aux_metrics: Any
-    """See `layerwise.view.LayerwiseModel`."""
+    """See `layerwise.layer_view.LayerwiseModel`."""
 
     @property
     def has_first(self) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action, _ComputationType
 
 from tilewright.core.config.sections.parallel import ScheduleName
-from tilewright.ops.base.deferred import WeightGradientQueue
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 
 
 class InterleavedDeferred(ScheduleInterleaved1F1B):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from tilewright.formats.quadratic_map import scale_shape
-from tilewright.ops.base.parts import rows_of
+from tilewright.ops.base.tensor_parts import rows_of
 from tilewright.planner.model.gemms import BYTES
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 

@@ -18,8 +18,8 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.moe import MoE
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.experts.stacked import stacked_experts
+from tilewright.parallel.inside.tensor.cut_hf_model import cut_shapes
 from tilewright.parallel.inside.tensor.cuts import config_on_rank
-from tilewright.parallel.inside.tensor.foreign import cut_shapes
 from tilewright.planner.model.part_weights import Weights
 from tilewright.precision.assign.decide import ConversionPlan, decide_all
 from tilewright.precision.assign.gathered import coded_weights, narrow_weights

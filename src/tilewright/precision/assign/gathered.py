@@ -24,7 +24,7 @@ from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.precision.mixed.cast import CastLinear, plain_layer
+from tilewright.precision.mixed.cast_layers import CastLinear, plain_layer
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision
 

@@ -24,7 +24,7 @@ from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.own_weights import held_weight, may_multiply
 from tilewright.models.base.routers import find_routers, num_experts
 from tilewright.precision.float8.third_party import Owned, owned, row_name
-from tilewright.precision.mixed.cast import CASTS, Cast, plain_layer
+from tilewright.precision.mixed.cast_layers import CASTS, Cast, plain_layer
 from tilewright.precision.mixed.derived import plain_class
 from tilewright.precision.policy.policy import Rule
 

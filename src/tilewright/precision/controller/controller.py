@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilewright.precision.controller.groups import LEVELS, GemmGroup, GemmSite, Move, units_of
+from tilewright.precision.controller.layer_statistics import LayerStats, QuantStats
 from tilewright.precision.controller.settings import ControllerSettings, check_budget
 from tilewright.precision.controller.spikes import Spike, SpikeDetector
-from tilewright.precision.controller.stats import LayerStats, QuantStats
 from tilewright.precision.controller.thresholds import Finding, find
 
 APPLY, REDO, SKIP = "apply", "redo", "skip"
@@ -47,7 +47,7 @@ class Controller:
         FitError: the policy itself keeps more work above 8 bits than the budget allows.
 
     Example:
-        >>> from tilewright.precision.controller.stats import GemmStats
+        >>> from tilewright.precision.controller.layer_statistics import GemmStats
         >>> controller = Controller([GemmSite("up", "wgrad", 0, 1.0)], ControllerSettings(budget=1.0))
         >>> bad = LayerStats(matmuls={"wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.999, 19.0)})
         >>> print(*controller.decide(100, QuantStats({"up": bad})))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.precision.controller.groups import Move
-from tilewright.precision.controller.stats import GemmStats, QuantStats, TensorStats
+from tilewright.precision.controller.layer_statistics import GemmStats, QuantStats, TensorStats
 from tilewright.precision.policy.gemm_names import GEMM_NAMES
 
 
@@ -67,7 +67,7 @@ class History:
         return found
 
     def tensor(self, layer: str, tensor: str) -> list[tuple[int, TensorStats]]:
-        """One tensor over the samples: (step, evidence). `tensor`: see `stats.TENSORS`."""
+        """One tensor over the samples: (step, evidence). `tensor`: see `layer_statistics.TENSORS`."""
         found = [(s.step, s.evidence.layers[layer].tensors) for s in self.samples if layer in s.evidence.layers]
         return [(step, tensors[tensor]) for step, tensors in found if tensor in tensors]
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from tilewright.formats.quant_error import measure
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.models.base.eval_mode import eager
-from tilewright.ops.base.parts import local
+from tilewright.ops.base.tensor_parts import local
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
+from tilewright.precision.controller.layer_statistics import GemmStats, LayerStats, QuantStats, TensorStats
 from tilewright.precision.float8.linear import Float8Linear, float8_layers
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, TILES
 from tilewright.precision.snapshot import preserved

@@ -7,7 +7,7 @@ Two limits a signal: a matmul leaves a format at the first and comes back below 
 import math
 from dataclasses import dataclass
 
-from tilewright.precision.controller.stats import OPERANDS, LayerStats
+from tilewright.precision.controller.layer_statistics import OPERANDS, LayerStats
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tilewright.precision.float8.audit_table import AuditRow
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import Given, counters, tile_weights
-from tilewright.precision.mixed.cast import CastLinear
+from tilewright.precision.mixed.cast_layers import CastLinear
 from tilewright.precision.policy.gemm_formats import (
     GEMM_FORMATS,
     GEMM_NAMES,

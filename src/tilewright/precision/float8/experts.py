@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewright.formats.tiled import WithCopies
-from tilewright.ops.base.deferred import queue_now
 from tilewright.ops.base.transforms import in_func_transform
+from tilewright.ops.base.weight_gradient_queue import queue_now
 from tilewright.precision.float8.fused import QuantizingSwiGLU
 from tilewright.precision.float8.gemm.derivatives import first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies

@@ -19,14 +19,14 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, from_stored, to_stored
 from tilewright.formats.spec import SPECS
 from tilewright.formats.tiled import FP8_BLOCK, TiledTensor
-from tilewright.ops.base.codes import HoldsCodes
+from tilewright.ops.base.code_modules import HoldsCodes
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import of_parts, parts_of
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.precision.mixed.cast import Cast, CastLinear
+from tilewright.precision.mixed.cast_layers import Cast, CastLinear
 from tilewright.precision.policy.gemm_formats import FP8_TILE, TILES, GemmFormat, Gemms, Operands, named_format
 
 

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import Machine
 from tilewright.formats.tiled import TiledTensor, WithCopies
-from tilewright.ops.base.deferred import WeightGradientQueue, queue_now
 from tilewright.ops.base.transforms import in_func_transform
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue, queue_now
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import quantize_copies
 from tilewright.precision.float8.gemm.weight_store import new_store, weight_operand
-from tilewright.precision.mixed.cast import Cast
+from tilewright.precision.mixed.cast_layers import Cast
 from tilewright.precision.policy.gemm_formats import (
     FORMATS,
     GEMM_NAMES,

@@ -31,7 +31,7 @@ from tilewright.formats.integer import (
     tile_range,
 )
 from tilewright.formats.scaling import Tile
-from tilewright.precision.mixed.cast import CastEmbedding, CastLinear
+from tilewright.precision.mixed.cast_layers import CastEmbedding, CastLinear
 from tilewright.precision.quantizers.integers import round_to_integers
 
 _TOKEN = Tile(1, 0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import NumericsError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.integer import INT8, IntegerTensor, quantize_integer
-from tilewright.ops.base.codes import HoldsCodes
+from tilewright.ops.base.code_modules import HoldsCodes
 from tilewright.ops.base.fingerprint import is_held_elsewhere
 from tilewright.ops.int8_linear import CHANNEL, Int8Weight, int8_linear
 

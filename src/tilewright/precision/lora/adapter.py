@@ -17,7 +17,7 @@ from tilewright.ops.linear import machines_linear
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import owned
-from tilewright.precision.mixed.cast import CastLinear
+from tilewright.precision.mixed.cast_layers import CastLinear
 
 
 class Adapted(nn.Module):

@@ -18,7 +18,7 @@ from tilewright.models.base.protocols import Model
 from tilewright.models.folder.safetensors import INDEX, SINGLE
 from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.lazy_init import direct_values
-from tilewright.ops.base.codes import codes_of
+from tilewright.ops.base.code_modules import codes_of
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.lora.lora import init_lora
 

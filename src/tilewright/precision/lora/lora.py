@@ -32,15 +32,14 @@ from tilewright.models.decoder.init import name_seed
 from tilewright.models.decoder.moe import MoE
 from tilewright.models.folder.fp8_weights import copy_weight, find_weights
 from tilewright.models.folder.safetensors import scan_folder
-from tilewright.ops.base.parts import cut_like, local, sharded_like
+from tilewright.ops.base.tensor_parts import cut_like, local, sharded_like
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
 from tilewright.precision.float8.wiring import share_inputs
 from tilewright.precision.lora.adapter import Adapted, attach, is_transposed
-from tilewright.precision.lora.reach import never_called
-from tilewright.precision.lora.saved import (
+from tilewright.precision.lora.modules_to_save import (
     find_saved,
     forget_saved,
     freeze,
@@ -50,6 +49,7 @@ from tilewright.precision.lora.saved import (
     train_saved,
     unfreeze,
 )
+from tilewright.precision.lora.uncalled_layers import never_called
 from tilewright.precision.policy.report import ConversionReport
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from tilewright.models.folder.resolve import is_hub_name, split_name
 from tilewright.models.folder.safetensors import mismatch_error, open_file
 from tilewright.precision.lora.adapter import is_transposed
 from tilewright.precision.lora.lora import adapted_layers, add_lora, scaling_of
-from tilewright.precision.lora.saved import saved_modules
+from tilewright.precision.lora.modules_to_save import saved_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

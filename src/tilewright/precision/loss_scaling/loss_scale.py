@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import NumericsError
-from tilewright.precision.loss_scaling.turns import Turns, misused
+from tilewright.precision.loss_scaling.optimizer_turns import Turns, misused
 from tilewright.precision.snapshot import ModuleSnapshot
 
 

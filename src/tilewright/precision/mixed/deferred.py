@@ -1,4 +1,4 @@
-"""Give a model's linear layers a queue for their weight gradients (`ops.base.deferred`), or take it away.
+"""Give a model's linear layers a queue for their weight gradients (`ops.base.weight_gradient_queue`), or take it away.
 
 Layers that multiply with a parameter of their own take one: `CastLinear`, `Float8Linear` (also as grouped experts),
 plain `nn.Linear`, and the head in its loss. The rest is computed as ever: weights that are made from others (integers,
@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tilewright.ops.base.deferred import WeightGradientQueue, breaks_graph, queue_now
 from tilewright.ops.base.deferred_linear import deferred_linear
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue, breaks_graph, queue_now
 from tilewright.ops.linear import gemms_of
-from tilewright.precision.mixed.cast import become, plain_layer
+from tilewright.precision.mixed.cast_layers import become, plain_layer
 
 
 class QueuedLinear(nn.Linear):

@@ -13,7 +13,7 @@ from tilewright.core.hardware import Machine
 from tilewright.models.decoder.block import Block
 from tilewright.ops.base.dispatch import Case, choose
 from tilewright.ops.linear import CACHED_LAYER, ROW_LINEAR
-from tilewright.precision.mixed.cast import become, plain_layer
+from tilewright.precision.mixed.cast_layers import become, plain_layer
 from tilewright.precision.mixed.row_block import RowBlock
 from tilewright.precision.mixed.row_linear import RowLinear
 

@@ -13,7 +13,7 @@ from tilewright.formats.quantize import encode_with
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile, scale_inv_of, tile_amax
 from tilewright.formats.spec import FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
-from tilewright.precision.quantizers.base import FakeQuantizer, RoundedThrough, check_scale, check_static
+from tilewright.precision.quantizers.quantizer import FakeQuantizer, RoundedThrough, check_scale, check_static
 
 Granularity = Literal["tensor", "token", "channel", "tile", "block"]
 _TILES: dict[str, Tile] = {

@@ -21,7 +21,13 @@ from tilewright.formats.integer import (
     tile_range,
 )
 from tilewright.formats.scaling import TENSORWISE, Tile, spread_scale
-from tilewright.precision.quantizers.base import FakeQuantizer, RoundedThrough, as_matrix, check_scale, check_static
+from tilewright.precision.quantizers.quantizer import (
+    FakeQuantizer,
+    RoundedThrough,
+    as_matrix,
+    check_scale,
+    check_static,
+)
 
 IntegerGranularity = Literal["tensor", "token", "channel", "group"]
 FIXED = ("tensor", "channel", "group")

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from tilewright.core.units import format_bits
 from tilewright.precision.controller.groups import Move
+from tilewright.precision.controller.layer_statistics import LayerStats
 from tilewright.precision.controller.log import History
-from tilewright.precision.controller.stats import LayerStats
 from tilewright.precision.policy.gemm_names import GEMM_NAMES
 from tilewright.report.figures.run_figures import Figure, domain_colours
 from tilewright.report.run_data.collect import RunData
-from tilewright.report.run_data.measured import compressor_lines, domain_bits, held_out_bits, part_note
+from tilewright.report.run_data.run_numbers import compressor_lines, domain_bits, held_out_bits, part_note
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.svg.charts import Series, line_chart
 from tilewright.report.svg.heatmap import Bar, heat_map

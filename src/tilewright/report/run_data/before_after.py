@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tilewright.core.units import format_perplexity
 from tilewright.report.run_data.collect import RunData
-from tilewright.report.run_data.measured import domain_losses
+from tilewright.report.run_data.run_numbers import domain_losses
 from tilewright.training.runlog.task_scores import BASE, RUN, TaskScore
 
 

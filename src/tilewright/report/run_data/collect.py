@@ -1,8 +1,8 @@
 """Everything the report needs, read from the run folder and from nowhere else.
 
 A part that is missing is None, or an empty list where a list is meant; a line of a .jsonl file that cannot be
-read is left out and counted. A number that is not finite is None (`clean`): a row that has a loss of None was a step
-whose loss was not finite. A run that was resumed may hold a step twice: the later row counts.
+read is left out and counted. A number that is not finite is None (`clean_rows`): a row that has a loss of None was a
+step whose loss was not finite. A run that was resumed may hold a step twice: the later row counts.
 """
 
 import tomllib
@@ -24,7 +24,7 @@ from tilewright.energy.record import ENERGY, EnergyRecord
 from tilewright.energy.record import FILE as ENERGY_FILE
 from tilewright.parallel.pipeline.balance.measured import FILE as PIPELINE
 from tilewright.precision.controller.log import History, read_history
-from tilewright.report.run_data.clean import Row, clean, eval_row, number, plan_of, step_row
+from tilewright.report.run_data.clean_rows import Row, clean, eval_row, number, plan_of, step_row
 from tilewright.training.runlog import recorded, task_scores
 from tilewright.training.runlog.task_scores import TaskScore
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewright.compress.exports_file import change_since
 from tilewright.core.units import format_bytes
-from tilewright.report.run_data.clean import Row, number
+from tilewright.report.run_data.clean_rows import Row, number
 
 COLUMNS = (
     "Target",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.report.run_data.clean import number
+from tilewright.report.run_data.clean_rows import number
 from tilewright.report.run_data.collect import Row, RunData
 
 TRIGGERS = {

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from tilewright.core.units import format_seconds
-from tilewright.report.run_data.clean import Row, clean, number
+from tilewright.report.run_data.clean_rows import Row, clean, number
 from tilewright.report.run_data.collect import RecordedSetting, recorded_settings
 from tilewright.report.watch.curves import Metrics
 from tilewright.report.watch.tail import JsonTail, NewRows

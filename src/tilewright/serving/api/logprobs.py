@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilewright.data.common.tokenizer import Tokenizer
-from tilewright.serving.draw import Drawn
+from tilewright.serving.next_token import Drawn
 
 _LEAST = -9999.0
 """Number that OpenAI's API tells for a probability of 0, since JSON has no infinity."""

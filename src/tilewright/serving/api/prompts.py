@@ -11,10 +11,10 @@ from tilewright.serving.api.messages import NamedTool
 from tilewright.serving.api.requests import ChatRequest, TextRequest
 from tilewright.serving.api.thoughts import THOUGHT_MARKS, begins_inside, thinks
 from tilewright.serving.api.tools import ENFORCED, Kind, format_of
-from tilewright.serving.draw import Constraint
 from tilewright.serving.grammar import Grammars
+from tilewright.serving.next_token import Constraint
 from tilewright.serving.session import PromptTooLongError, Session
-from tilewright.serving.text import keeping
+from tilewright.serving.token_text import keeping
 
 _OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 """Variables of a template that the request has other fields for."""

@@ -144,7 +144,7 @@ def _other_format(data: DataSection) -> Literal["text", "chat", "preferences"]:
 
 def other_text(other: PreparedData | None) -> HeldOut:
     """The rows of `other_data` that are evaluated. Those of preferences have what their loss needs of the starting
-    model once `reference.attach_reference` was there."""
+    model once `reference_logprobs.attach_reference` was there."""
     if other is None:
         return HeldOut({}, {})
     one_by_one = 1, _OTHER_ROWS

@@ -21,10 +21,10 @@ from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.parallel.agree import from_first
-from tilewright.parallel.communicate.whole import WholeTensors
+from tilewright.parallel.communicate.whole_tensors import WholeTensors
 from tilewright.parallel.shard import in_parts
 from tilewright.precision.lora.peft_io import save_adapter
-from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.checkpoint.checkpoint_state import TrainState
 from tilewright.training.components.model import meta_like
 from tilewright.training.components.tokenizer_files import TextRules, write_tokenizer
 from tilewright.training.executor.summon import Live

@@ -16,10 +16,10 @@ from torch import nn
 
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
-from tilewright.ops.base.codes import named_codes
-from tilewright.training.checkpoint.store import SaveRecord
+from tilewright.ops.base.code_modules import named_codes
+from tilewright.training.checkpoint.checkpoint_store import SaveRecord
 from tilewright.training.executor.evaluate import DomainLoss
-from tilewright.training.runlog.files import Counters
+from tilewright.training.runlog.record_files import Counters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 

@@ -33,15 +33,15 @@ from tilewright.models.distill.hidden import VALUES, Target, captured, check_str
 from tilewright.models.teacher import TeacherFolder, find_teacher, stream_of, stream_width
 from tilewright.ops.linear import machines_linear
 from tilewright.parallel.agree import any_of, gather, sum_over
-from tilewright.parallel.fill import fill_from_meta
+from tilewright.parallel.fill_shards import fill_from_meta
 from tilewright.parallel.parallelize import in_stages
-from tilewright.parallel.pipeline.plan import StepPlan
+from tilewright.parallel.pipeline.microbatch_plan import StepPlan
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.staged import Staged, unwatched
 from tilewright.parallel.world import World
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
-from tilewright.training.checkpoint.state import load_newest
+from tilewright.training.checkpoint.checkpoint_state import load_newest
 from tilewright.training.components.model import build_adapted
 from tilewright.training.components.teacher_rows import TeacherRows
 from tilewright.training.executor.base import StepResult

@@ -2,8 +2,8 @@
 
 A row is found by the hash of its own tokens and document boundaries, so neither the order of rows nor their number,
 epochs, weights of domains, ranks or resumes matter. `teacher.json` says of which teacher, data and format the folder
-is. Each process appends to a file of its own; a record is a head and the bytes of `distill.kept`, with their hash: a
-record that a killed process left torn, or that is damaged, counts as missing and is made again.
+is. Each process appends to a file of its own; a record is a head and the bytes of `distill.kept_tokens`, with their
+hash: a record that a killed process left torn, or that is damaged, counts as missing and is made again.
 
 Legend: B rows  S positions  K tokens that are kept  G = K + 1 logarithms.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.core.json_text import to_json
 from tilewright.core.units import format_bytes
-from tilewright.models.distill.kept import bytes_per_position, decode, encode, keeping
+from tilewright.models.distill.kept_tokens import bytes_per_position, decode, encode, keeping
 from tilewright.models.teacher import note_rows
 
 FILE = "teacher.json"

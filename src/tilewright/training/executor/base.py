@@ -22,13 +22,13 @@ from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.communicate.sync import GradientSync
+from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.world import World
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.training.executor.step_transaction import Stateful, StepTransaction
 from tilewright.training.executor.summon import TensorAccess
-from tilewright.training.executor.transaction import Stateful, StepTransaction
 
 
 @dataclass(frozen=True)

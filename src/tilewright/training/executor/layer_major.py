@@ -12,7 +12,7 @@ delayed  one backward pass. What is known of this step is bounded by what is kno
         left half applied.
 
 A step that finds no memory is taken back where nothing was updated, or where a rollback buffer keeps what was; else its
-last pieces are computed again (`transaction`). `memory.layer_major.passes` computes; this file decides.
+last pieces are computed again (`step_transaction`). `memory.layer_major.passes` computes; this file decides.
 """
 
 import math
@@ -44,7 +44,7 @@ from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import TrainableModel
-from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
+from tilewright.models.layerwise.layer_view import LayerGroup, LayerGroups, LayerwiseModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.delayed_clip import DelayedClip
@@ -54,8 +54,7 @@ from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.base import StepResult, keep_fp32_gradients
 from tilewright.training.executor.standard import after_step
-from tilewright.training.executor.summon import TensorAccess
-from tilewright.training.executor.transaction import (
+from tilewright.training.executor.step_transaction import (
     NOT_FINITE,
     BadSteps,
     PartialUpdateError,
@@ -65,6 +64,7 @@ from tilewright.training.executor.transaction import (
     others_wait,
     partial_update,
 )
+from tilewright.training.executor.summon import TensorAccess
 
 Result = TypeVar("Result")
 

@@ -30,8 +30,8 @@ from tilewright.models.distill import loss as distill
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.communicate.traffic import wire_name
 from tilewright.parallel.pipeline.balance.passes import PassClock
+from tilewright.parallel.pipeline.rank_passes import PipelineSteps
 from tilewright.parallel.pipeline.staged import Staged
-from tilewright.parallel.pipeline.steps import PipelineSteps
 from tilewright.parallel.world import World
 from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.base import ExecutorInputs

@@ -4,7 +4,7 @@ The loss of a step is the mean over all its targets, whatever the micro-batches 
 host before the first forward pass, each micro-batch adds `loss_sum / total`, so uneven micro-batches give the gradient
 of the whole batch. A step whose gradient is not finite or too large changes nothing but the loss scale (and generators,
 which draw other numbers next time), and says so: buffers and notes of the model are as before.
-A step that finds no memory changes nothing at all, and can be called again (`transaction`).
+A step that finds no memory changes nothing at all, and can be called again (`step_transaction`).
 Which data comes, which learning rate, and what is written down is the matter of `run.Run`, which calls this.
 """
 
@@ -34,17 +34,22 @@ from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import OnAllRanksError, sum_over
-from tilewright.parallel.communicate.sync import GradientSync
+from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.gradients import GradientReduction, check_as_many
-from tilewright.parallel.pipeline.plan import StepPlan
+from tilewright.parallel.pipeline.microbatch_plan import StepPlan
 from tilewright.parallel.shard import in_parts
 from tilewright.parallel.world import World
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
-from tilewright.training.executor.base import ExecutorInputs, StepResult, TensorAccess, keep_fp32_gradients
-from tilewright.training.executor.transaction import (
+from tilewright.training.executor.base import (
+    ExecutorInputs,
+    StepResult,
+    TensorAccess,
+    keep_fp32_gradients,
+)
+from tilewright.training.executor.step_transaction import (
     NOT_FINITE,
     BadSteps,
     PartialUpdateError,

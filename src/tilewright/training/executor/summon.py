@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.base.eval_mode import eager
-from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
-from tilewright.ops.base.codes import named_constants
-from tilewright.training.executor.transaction import all_finite
+from tilewright.models.layerwise.layer_view import LayerGroup, LayerGroups, LayerwiseModel
+from tilewright.ops.base.code_modules import named_constants
+from tilewright.training.executor.step_transaction import all_finite
 
 Live = Callable[[str, Tensor], Tensor]
 """A tensor with its bytes, from its name and one that has its shape and dtype; until the next is asked for."""

@@ -13,8 +13,8 @@ from tilewright.core.config.sections.parallel import ParallelSection
 from tilewright.core.units import format_share
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.agree import sum_over
-from tilewright.parallel.inside.experts.hold import places_of_mixtures
 from tilewright.parallel.inside.experts.placement import LEAST, ExpertMove, Orders, by_rank, orders_of, usual, worth
+from tilewright.parallel.inside.experts.rank_experts import places_of_mixtures
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import StepResult

@@ -10,7 +10,7 @@ from tilewright.data.batches.rank_sums import SumsOfRanks
 from tilewright.data.batches.stream import Stream
 from tilewright.models.base.protocols import Model
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.parallel.communicate.sync import GradientSync
+from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor
 from tilewright.training.hooks.base import AfterStep, StepHook

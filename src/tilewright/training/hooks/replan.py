@@ -35,8 +35,8 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.planner.plan import Plan
 from tilewright.planner.replan import Replanner
 from tilewright.training.executor.base import Executor, StepResult
-from tilewright.training.hooks.agreement import Agreement
 from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.rank_agreement import Agreement
 from tilewright.training.planning.describe import loosest, tighter, words
 
 CUTS = 6

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.units import format_share
-from tilewright.parallel.communicate.sync import GradientSync
+from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 

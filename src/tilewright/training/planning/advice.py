@@ -11,8 +11,8 @@ from tilewright.planner.advice.changes import WORTH, Change, cheapest_changes, i
 from tilewright.planner.decide import decide, free_planner
 from tilewright.planner.plan import OF_A_LAYER, Plan
 from tilewright.planner.site import Site
-from tilewright.training.planning.refused import changes_to_fit, replanned
-from tilewright.training.planning.request import PlanRequest
+from tilewright.training.planning.does_not_fit import changes_to_fit, replanned
+from tilewright.training.planning.plan_request import PlanRequest
 
 SAME = 1 + 1e-3
 """Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""

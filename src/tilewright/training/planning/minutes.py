@@ -14,7 +14,7 @@ from typing import Any
 
 import tomlkit
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.config.recipe import Recipe, TrainSection
@@ -173,7 +173,7 @@ def with_time_left(loaded: Loaded, done: int, elapsed_s: float) -> Loaded:
 
 
 def _changes(before: Recipe, now: Recipe) -> list[SettingChange]:
-    return recipe_changes(*(schema.flat(recipe.model_dump(mode="json")) for recipe in (before, now)))
+    return recipe_changes(*(setting_names.flat(recipe.model_dump(mode="json")) for recipe in (before, now)))
 
 
 def _before(folder: Path) -> tuple[Recipe, str] | None:

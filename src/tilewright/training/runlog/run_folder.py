@@ -4,7 +4,7 @@
                 tokenizer.json
                 metrics.jsonl events.jsonl samples.jsonl precision.jsonl checkpoints/ report.html
 
-Who writes what into the files is the matter of `files`, `checkpoint` and `loop`.
+Who writes what into the files is the matter of `record_files`, `checkpoint` and `loop`.
 """
 
 import fcntl

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.log import say
 
 
@@ -77,5 +77,5 @@ def recipe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Se
     changes = []
     for name, value in now.items():
         if before.get(name) != value:
-            changes.append(SettingChange(name, before.get(name), value, schema.changes_numbers(name)))
+            changes.append(SettingChange(name, before.get(name), value, setting_names.changes_numbers(name)))
     return changes

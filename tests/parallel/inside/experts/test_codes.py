@@ -10,7 +10,7 @@ from tests.parallel.inside.experts.spread import Case, spread, step, whole, worl
 from tests.parallel.inside.parity import LIKE_ONE_PROCESS
 from tests.parallel.steps import relative
 from tests.ranks import of_one_rank, on_ranks
-from tilewright.parallel.inside.experts.hold import mixtures
+from tilewright.parallel.inside.experts.rank_experts import mixtures
 from tilewright.parallel.world import World
 
 pytestmark = pytest.mark.dist

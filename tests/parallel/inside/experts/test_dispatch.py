@@ -13,7 +13,7 @@ from tests.parallel.inside.experts.test_parity import check
 from tests.ranks import on_ranks
 from tilewright.formats.quantize import quantize
 from tilewright.formats.tiled import FP8_ROW
-from tilewright.parallel.communicate.wire import pack, unpack
+from tilewright.parallel.communicate.wire_messages import pack, unpack
 from tilewright.parallel.inside.experts.exchange import ExpertExchange
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,8 +16,8 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.build import init_weights
 from tilewright.models.hf.load import load_hf
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.fill import shard_all
-from tilewright.parallel.inside.experts.hold import hold_experts
+from tilewright.parallel.fill_shards import shard_all
+from tilewright.parallel.inside.experts.rank_experts import hold_experts
 from tilewright.parallel.inside.experts.stacked import stacked_experts
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding

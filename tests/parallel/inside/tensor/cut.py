@@ -16,7 +16,7 @@ from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill.loss import HEAD, HIDDEN, HOW, how
-from tilewright.parallel.inside.experts.hold import mixtures
+from tilewright.parallel.inside.experts.rank_experts import mixtures
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.parallelize import compile_layers, parallelize
 from tilewright.parallel.world import World, join

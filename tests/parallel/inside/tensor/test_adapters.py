@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from tests.parallel.inside.tensor import cut as own
-from tests.parallel.inside.tensor import test_foreign as foreign
+from tests.parallel.inside.tensor import test_cut_hf_model as foreign
 from tests.parallel.inside.tensor import test_parity as parity
 from tests.parallel.steps import microbatches, run
 from tests.ranks import on_ranks
 from tilewright.core import env
 from tilewright.core.config.recipe import ParallelSection
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import cut_like, local
+from tilewright.ops.base.tensor_parts import cut_like, local
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.parallelize import parallelize
 from tilewright.parallel.world import join

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.parallel.inside.tensor import cut as own
-from tests.parallel.inside.tensor import test_foreign as foreign
+from tests.parallel.inside.tensor import test_cut_hf_model as foreign
 from tests.parallel.inside.tensor.test_formats import TILES
 from tests.parallel.steps import groups_of, microbatches
 from tests.precision.test_controller_dist import decisions
 from tests.ranks import of_one_rank, on_ranks
 from tilewright.data.batches.microbatches import count_targets
-from tilewright.ops.base.parts import local, part_of
+from tilewright.ops.base.tensor_parts import local, part_of
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.world import World
 from tilewright.precision.controller.runtime import PrecisionController

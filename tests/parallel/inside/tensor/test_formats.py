@@ -16,7 +16,7 @@ from tests.parallel.steps import microbatches, run
 from tests.ranks import of_one_rank, on_ranks
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.parallel.inside.tensor.hold import on_part
+from tilewright.parallel.inside.tensor.cut_decoder import on_part
 from tilewright.parallel.world import World
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.float8.linear import float8_layers

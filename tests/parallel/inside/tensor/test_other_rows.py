@@ -7,7 +7,7 @@ from tests.parallel.inside.tensor.cut import Case, cut, world_of
 from tests.parallel.steps import groups_of, microbatches
 from tests.ranks import on_ranks
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import local
+from tilewright.ops.base.tensor_parts import local
 from tilewright.optim.clip import GradClip
 from tilewright.training.executor.standard import StandardExecutor
 

@@ -12,7 +12,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model
-from tilewright.parallel.communicate.wire import row_bytes
+from tilewright.parallel.communicate.wire_messages import row_bytes
 from tilewright.parallel.inside.tensor.cuts import check_cuts
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline

@@ -15,7 +15,7 @@ from tilewright.core.errors import DataError
 from tilewright.core.log import say
 
 if TYPE_CHECKING:
-    from tilewright.serving.draw import AnswerSettings
+    from tilewright.serving.next_token import AnswerSettings
     from tilewright.serving.session import Session
 
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
@@ -57,7 +57,7 @@ def chat(
     """
     from tilewright.cli.open_model import open_model
     from tilewright.models.sampling import Sampling
-    from tilewright.serving.draw import AnswerSettings
+    from tilewright.serving.next_token import AnswerSettings
     from tilewright.serving.session import Session
 
     opened = open_model(name, **opening)

@@ -15,9 +15,9 @@ from tilewright.core.errors import ConfigError, FitError, UnknownFitError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from tilewright.cli.commands.chat_models.ways import Way
+    from tilewright.cli.commands.chat_models.finetune_ways import Way
     from tilewright.planner.plan import Plan
-    from tilewright.training.planning.request import PlanRequest
+    from tilewright.training.planning.plan_request import PlanRequest
 
 _NAMES = {"lora": "LoRA", "lora_fp8": "FP8 LoRA", "full": "all parameters"}
 _ANSWERS = {"fits": "yes", "does not fit": "no", "not known": "not known"}
@@ -71,10 +71,10 @@ def plan_model(model: str, typed: Sequence[str], options: "PlanRequest", *, as_j
         FitError: no way fits.
         UnknownFitError: of none it is known that it fits.
     """
-    from tilewright.cli.commands.chat_models.ways import lacking, ways
+    from tilewright.cli.commands.chat_models.finetune_ways import lacking, ways
     from tilewright.data.common.progress import ProgressBar
     from tilewright.models.folder.resolve import find_model
-    from tilewright.training.planning.request import published_notes
+    from tilewright.training.planning.plan_request import published_notes
 
     name = find_model(model, weights=False).name
     found: list[Way] = []

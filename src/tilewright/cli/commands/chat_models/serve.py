@@ -79,8 +79,8 @@ def serve(
     """
     try:
         from tilewright.serving.app import Limits, Server
-        from tilewright.serving.run import bind
-        from tilewright.serving.run import serve as run_server
+        from tilewright.serving.server_process import bind
+        from tilewright.serving.server_process import serve as run_server
     except ImportError as error:
         raise HardwareError(
             "Server needs the packages starlette and uvicorn",

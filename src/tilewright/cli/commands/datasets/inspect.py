@@ -161,7 +161,7 @@ def _diff(here: dict[str, Any], there: dict[str, Any], as_json: bool) -> None:
 
 
 def _step(run: Path, step: int, most: int, as_json: bool) -> None:
-    from tilewright.training.components.samples import left_out, samples_of_step
+    from tilewright.training.components.run_samples import left_out, samples_of_step
 
     found = samples_of_step(run, step)
     if as_json:

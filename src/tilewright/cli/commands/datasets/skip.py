@@ -23,7 +23,7 @@ def skip_data(ctx: click.Context, run: str, steps: str) -> None:
     found = _STEPS.fullmatch(steps)
     if found is None:
         raise click.UsageError("--steps A:B, the first and the last step, as in --steps 990:1004.", ctx)
-    from tilewright.training.components.samples import skip_steps
+    from tilewright.training.components.run_samples import skip_steps
 
     folder = find_run(run)
     start, stop = skip_steps(folder, int(found[1]), int(found[2]))

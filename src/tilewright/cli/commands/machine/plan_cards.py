@@ -12,7 +12,7 @@ from tilewright.core.units import J_PER_KWH, format_bytes, format_joules, format
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
     from tilewright.planner.plan import Plan, State
-    from tilewright.training.planning.request import PlanRequest
+    from tilewright.training.planning.plan_request import PlanRequest
 
 By = Literal["time", "energy"]
 _OF_ONE = ("largest", "why", "compare", "out", "html", "world", "nodes", "link")
@@ -139,7 +139,7 @@ def _on(loaded: "Loaded", name: str, request: "PlanRequest") -> CardPlan:
     with gc_paused():
         from tilewright.planner.advice.energy import planned_energy
         from tilewright.training.planning.minutes import expected_steps
-        from tilewright.training.planning.request import asked_for, plan_for
+        from tilewright.training.planning.plan_request import asked_for, plan_for
 
     of_card = replace(request, on=name)
     try:

@@ -146,7 +146,7 @@ def _finder(
         from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
         from tilewright.planner.simulate.mesh.cluster import cluster_of
         from tilewright.planner.simulate.mesh.recipe_searches import MeshFinder
-        from tilewright.training.planning.request import device_budget, published_notes, vocab_size_of
+        from tilewright.training.planning.plan_request import device_budget, published_notes, vocab_size_of
 
     recipe, row = loaded.recipe, find_published(options["on"])
     cluster = cluster_of(row.name, world, options["nodes"], options["link"])

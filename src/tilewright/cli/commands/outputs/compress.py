@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.commands.outputs.stages import folder_beside, say_aside, write_page
+from tilewright.cli.commands.outputs.stage_commands import folder_beside, say_aside, write_page
 from tilewright.cli.common import (
     LATEST,
     FiniteRange,

@@ -297,7 +297,7 @@ def train_side(recipe: str, mesh: dict[str, int], out: str, held: dict[str, Any]
     from tilewright.parallel.agree import gather
     from tilewright.parallel.launch import launched
     from tilewright.training.assemble import build, set_up
-    from tilewright.training.planning.ranks import watched
+    from tilewright.training.planning.rank_watch import watched
 
     loaded = load_recipe(recipe, environ={})
     timeout_s = 60 * loaded.recipe.parallel.timeout_minutes

@@ -26,7 +26,7 @@ from tilewright.memory.layer_major.replay import TopKChoices
 from tilewright.models.base.preference import rows_of
 from tilewright.models.base.routers import find_routers
 from tilewright.models.decoder.moe import MoE, Router
-from tilewright.ops.base.parts import beside
+from tilewright.ops.base.tensor_parts import beside
 from tilewright.parallel.pipeline.staged import Staged
 
 Arrays = Mapping[str, np.ndarray]

@@ -30,7 +30,7 @@ class DistillSection(Section):
     cache_top_k: Count = Field(default=32, ge=1, le=256)
     """Tokens that are kept of each position. With `forward_kl` they are drawn such that loss and gradient are those of
     whole distributions on average; else they are the likeliest, and all others count as one. See
-    `tilewright.models.distill.kept`."""
+    `tilewright.models.distill.kept_tokens`."""
     hidden: dict[str, Annotated[int, Field(ge=0)]] = Field(default={})
     """Layers that learn what layers of the teacher give out, as `{ 2 = 5, 5 = 11 }`: the run's layer, then the
     teacher's, both counted from 0. Empty: none. See `tilewright.models.distill.hidden`."""

@@ -18,9 +18,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_grap
 from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.compiled_rows import in_blocks
 from tilewright.ops.backends.native import wide
-from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
 from tilewright.ops.base.derivatives import without_second
 from tilewright.ops.base.labels import IGNORED, ClassSlice, TokenLosses, check_labels, summed_and_each
+from tilewright.ops.base.weight_gradient_queue import Waiting, WeightGradientQueue
 
 LOSS_TILE = 64 * 2**20
 """Bytes of logits alive at once where the caller does not say."""

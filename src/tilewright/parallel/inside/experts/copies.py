@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewright.ops.base.parts import local
+from tilewright.ops.base.tensor_parts import local
 from tilewright.parallel.communicate.traffic import wire_name
 from tilewright.parallel.inside.experts.exchange import ExpertExchange
-from tilewright.parallel.inside.experts.hold import mixtures
+from tilewright.parallel.inside.experts.rank_experts import mixtures
 
 
 def held_before(model: nn.Module) -> frozenset[Tensor]:

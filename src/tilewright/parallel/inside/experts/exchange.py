@@ -12,11 +12,11 @@ nothing is left to be summed over them. Of an expert that several ranks hold eac
 others, and their gradients are summed (`copies`).
 
 Rows travel in their own dtype, results and gradients always. With `dispatch="fp8"` the rows of the way there are E4M3
-with a power-of-two scale per 128 values of a row, 1 byte and 1/128 per value (`communicate.wire`). What arrives has the
-values of these codes, in the rows' dtype, exactly: 8-bit matmuls that quantise a row again have the values that were
-sent, and the column-wise copy of the weight's gradient rounds a second time only what becomes subnormal beside the
-larger tokens of its tile. Rows that stay on their rank are rounded too, so that no result depends on who holds what.
-Gradients pass the rounding as they are.
+with a power-of-two scale per 128 values of a row, 1 byte and 1/128 per value (`communicate.wire_messages`). What
+arrives has the values of these codes, in the rows' dtype, exactly: 8-bit matmuls that quantise a row again have the
+values that were sent, and the column-wise copy of the weight's gradient rounds a second time only what becomes
+subnormal beside the larger tokens of its tile. Rows that stay on their rank are rounded too, so that no result depends
+on who holds what. Gradients pass the rounding as they are.
 
 See: DeepSeek-V3 report, section 3.3.3 (dispatch in FP8, combine in BF16).
 
@@ -37,7 +37,7 @@ from tilewright.core.config.sections.parallel import DispatchName
 from tilewright.models.decoder.moe import RunExperts, permuted
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.traffic import wire_name
-from tilewright.parallel.communicate.wire import pack, unpack
+from tilewright.parallel.communicate.wire_messages import pack, unpack
 from tilewright.parallel.inside.experts.placement import by_rank
 from tilewright.parallel.world import Group
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from tilewright.models.decoder.moe import permuted
 from tilewright.parallel.inside.experts.exchange import ExpertExchange, SentRows
-from tilewright.parallel.inside.tensor.parts import part_along
+from tilewright.parallel.inside.tensor.parameter_parts import part_along
 
 NO_BACKWARD = -1
 """What torch calls the backward pass that runs where none does. It has no public name for whether one does."""

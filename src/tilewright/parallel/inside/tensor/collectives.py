@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.formats.tiled import WithCopies
-from tilewright.ops.base.parts import rows_of
+from tilewright.ops.base.tensor_parts import rows_of
 from tilewright.parallel.communicate.traffic import Operation, TrafficCounter, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import all_gather_rows, reduce_scatter_rows
 from tilewright.parallel.world import Group, World

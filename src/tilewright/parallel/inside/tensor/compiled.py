@@ -6,7 +6,7 @@
 Exchanges are in hooks of attention and MLPs, and so are the parts of parameters that these compute on; both stay
 outside of the graphs. Uncompiled are latent attention, whose heads exchange what they share inside of it, MLPs in
 chunks (`memory.chunked_mlp`), which compute again in backward where no hook puts parts in, and attention or an MLP that
-reads codes which travel (`rows.Arrival`), for as long as it does.
+reads codes which travel (`sequence_slices.Arrival`), for as long as it does.
 """
 
 import functools
@@ -20,13 +20,13 @@ from tilewright.memory.chunked_mlp import is_chunked
 from tilewright.models.decoder.attention import LatentAttention
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.base.compile import graph_limit, layer_options
-from tilewright.parallel.inside.tensor.parts import run_on_parts
+from tilewright.parallel.inside.tensor.parameter_parts import run_on_parts
 from tilewright.precision.mixed.derived import Derived, derive
 
 
 def compile_cut(model: Decoder) -> None:
-    """Compile the layers of a model from `hold.cut_tensors`, in place; nothing is traced before they run. MLPs that run
-    in chunks must do so by then (`chunk_mlps`)."""
+    """Compile the layers of a model from `cut_decoder.cut_tensors`, in place; nothing is traced before they run. MLPs
+    that run in chunks must do so by then (`chunk_mlps`)."""
     model.compile_blocks(between_exchanges=_compile_forward)
     if any(is_chunked(module) for module in model.modules()):
         model.notes.append("MLPs in chunks are not compiled where matrices are cut.")

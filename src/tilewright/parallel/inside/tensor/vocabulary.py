@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.memory.offload.lazy_params import is_placeholder
-from tilewright.models.base.head import head_operands
-from tilewright.ops.base.deferred import queue_now
+from tilewright.models.base.output_head import head_operands
 from tilewright.ops.base.labels import ClassSlice, TokenLosses
+from tilewright.ops.base.weight_gradient_queue import queue_now
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 
@@ -70,7 +70,8 @@ class HeadPart:
         head.register_forward_hook(gathered)
 
     def loss(self, kernels: Kernels, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
-        """The loss, from this rank's rows of the head: see `models.base.head.head_loss`. The same on all ranks."""
+        """The loss, from this rank's rows of the head: see `models.base.output_head.head_loss`. The same on all
+        ranks."""
         with self.on_part(self.head):
             x_ND, weight_VD = head_operands(self.head, self.ranks.spread(x_ND))
             own = weight_VD.shape[0]
@@ -79,7 +80,8 @@ class HeadPart:
             return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, queue_now(self.head), classes=classes)
 
     def whole_operands(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """See `models.base.head.whole_operands`. All ranks compute with all of them, and have the same gradients."""
+        """See `models.base.output_head.whole_operands`. All ranks compute with all of them, and have the same
+        gradients."""
         with self.on_part(self.head):
             x_ND, weight_VD = head_operands(self.head, x_ND)
             return x_ND, self.ranks.all_rows(weight_VD, weight_VD.shape[0] * self.ranks.size)

@@ -7,7 +7,7 @@ import tomlkit
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.schema import nested
+from tilewright.core.config.setting_names import nested
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
 from tilewright.planner.simulate.mesh.mesh_search import BestMeshes, MeshStep
 from tilewright.planner.simulate.mesh.recipe_searches import MeshChange

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.base.deferred import Waiting, WeightGradientQueue
+from tilewright.ops.base.weight_gradient_queue import Waiting, WeightGradientQueue
 from tilewright.ops.kernels import Kernels, kernels_of
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.formats.scaling import TENSORWISE
 from tilewright.formats.tiled import OperandFormat, Parts, TiledTensor
-from tilewright.ops.base.deferred import Waiting
+from tilewright.ops.base.weight_gradient_queue import Waiting
 from tilewright.ops.kernels import Kernels
 
 

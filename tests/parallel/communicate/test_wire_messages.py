@@ -9,7 +9,7 @@ from tests.draws import examples
 from tilewright.formats.quantize import quantize
 from tilewright.formats.tiled import FP8_ROW
 from tilewright.ops.kernels import Kernels
-from tilewright.parallel.communicate.wire import pack, row_bytes, sum_rows, unpack
+from tilewright.parallel.communicate.wire_messages import pack, row_bytes, sum_rows, unpack
 
 KERNELS = Kernels.default()
 WIRES = ("fp32", "bf16", "fp8")

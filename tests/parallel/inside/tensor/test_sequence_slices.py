@@ -12,7 +12,7 @@ from tests.ranks import on_ranks
 from tilewright.models.decoder.activation_bytes import Storage, layer_bytes
 from tilewright.models.decoder.layers import rope_angles
 from tilewright.parallel.inside.tensor.cuts import config_on_rank
-from tilewright.parallel.inside.tensor.rows import SequenceSlices, sliced_parameters
+from tilewright.parallel.inside.tensor.sequence_slices import SequenceSlices, sliced_parameters
 
 pytestmark = pytest.mark.dist
 FULL = {"activation_checkpoint": "full"}

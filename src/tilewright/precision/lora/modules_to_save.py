@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.codes import own_tensors
+from tilewright.ops.base.code_modules import own_tensors
 
 _FROZEN = "frozen_before_lora"
 """Attribute of a module: which of its own parameters were frozen already."""

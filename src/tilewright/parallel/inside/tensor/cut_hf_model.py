@@ -24,7 +24,7 @@ from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.experts.stacked import TAKES, stacked_experts
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 from tilewright.parallel.inside.tensor.cuts import check_codes, cuts_vocabulary, uneven_rows
-from tilewright.parallel.inside.tensor.parts import (
+from tilewright.parallel.inside.tensor.parameter_parts import (
     Cut,
     adapter_on_all,
     keep_parts,
@@ -33,7 +33,7 @@ from tilewright.parallel.inside.tensor.parts import (
     run_on_parts,
     shape_along,
 )
-from tilewright.parallel.inside.tensor.rows import mark_partial
+from tilewright.parallel.inside.tensor.sequence_slices import mark_partial
 from tilewright.parallel.inside.tensor.shapes import ShapeRanks
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.pipeline.hf_stages import StagedHF
@@ -214,7 +214,8 @@ def _rows(module: nn.Module, cut: _Cut) -> None:
 
 
 def _partial(module: nn.Module, cut: _Cut) -> None:
-    """Each rank's heads alone give its parameters a gradient: summed once per step, see `rows.sum_of_slices`."""
+    """Each rank's heads alone give its parameters a gradient: summed once per step, see
+    `sequence_slices.sum_of_slices`."""
     mark_partial(module, cut.ranks, [name for name, _ in module.named_parameters()])
 
 

@@ -26,7 +26,7 @@ from tilewright.planner.plan import Plan
 from tilewright.planner.site import Site, on_disk
 from tilewright.training.components.model import pinned
 from tilewright.training.components.recipe_tokenizer import check_rows, tokenizer_path
-from tilewright.training.planning.refused import nothing_fits
+from tilewright.training.planning.does_not_fit import nothing_fits
 from tilewright.training.planning.resolve import plan_run
 
 GPUS = 8

@@ -8,7 +8,7 @@ from tokenizers import decoders, models
 
 from tests.data.chat.families import make_folder
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
-from tilewright.serving.text import StopFilter, TextStream
+from tilewright.serving.token_text import StopFilter, TextStream
 
 
 class Metaspace:

@@ -31,11 +31,11 @@ from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publi
 from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
 from tilewright.memory.offload.pinned import pinned_empty, unpin
-from tilewright.ops.base.parts import local, place_of
+from tilewright.ops.base.tensor_parts import local, place_of
 from tilewright.parallel.liveness.checksum import ReplicaDifference, checksum, find_differences
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
-from tilewright.training.checkpoint.index import INDEX, index_of
 from tilewright.training.checkpoint.meta import META
+from tilewright.training.checkpoint.tensor_index import INDEX, index_of
 from tilewright.training.executor.summon import Live
 
 

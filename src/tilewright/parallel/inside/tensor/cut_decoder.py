@@ -21,10 +21,16 @@ from tilewright.models.decoder.layers import MLP
 from tilewright.models.decoder.moe import MoE, RunTokens
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
+from tilewright.parallel.inside.tensor.cut_hf_model import check_foreign, cut_foreign
 from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary, held_ends
-from tilewright.parallel.inside.tensor.foreign import check_foreign, cut_foreign
-from tilewright.parallel.inside.tensor.parts import adapter_on_all, keep_parts, on_part, part_along, run_on_parts
-from tilewright.parallel.inside.tensor.rows import SequenceSlices, mark_partial
+from tilewright.parallel.inside.tensor.parameter_parts import (
+    adapter_on_all,
+    keep_parts,
+    on_part,
+    part_along,
+    run_on_parts,
+)
+from tilewright.parallel.inside.tensor.sequence_slices import SequenceSlices, mark_partial
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World
@@ -51,11 +57,11 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
         model: converted, on meta, or with memory in tests: its parameters are new objects. Of a pipeline this rank's
             stages, whose other layers and ends are not there.
         world: with `tp` ranks that hold other parts.
-        sequence_parallel: each rank has some positions of the residual stream (`rows`); False: all of it. Of a
-            Hugging Face model each has all.
+        sequence_parallel: each rank has some positions of the residual stream (`sequence_slices`); False: all of it. Of
+            a Hugging Face model each has all.
 
     Raises:
-        ConfigError: see `cuts.check_cuts`, and of a Hugging Face model `foreign.cut_foreign`.
+        ConfigError: see `cuts.check_cuts`, and of a Hugging Face model `cut_hf_model.cut_foreign`.
     """
     sizes, ranks = world.sizes, TensorRanks.of(world)
     if isinstance(model, HFModel):

@@ -14,9 +14,9 @@ from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.models.base.hidden_matrices import hidden_matrices
 from tilewright.models.base.routers import find_routers, num_experts
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.ops.base.parts import part_of, sharded_like
+from tilewright.ops.base.tensor_parts import part_of, sharded_like
 from tilewright.optim.gradients import gradient_values, total_norm
-from tilewright.parallel.inside.experts.hold import hold_experts
+from tilewright.parallel.inside.experts.rank_experts import hold_experts
 from tilewright.parallel.launch import EXPERTS
 from tilewright.precision.convert import evaluating, set_mode
 

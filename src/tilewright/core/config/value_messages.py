@@ -6,7 +6,7 @@ from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tilewright.core.config import schema
+from tilewright.core.config import setting_names
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import toml_text
 from tilewright.core.errors import Problem
@@ -32,8 +32,8 @@ def schema_problems(
     for detail in error.errors(include_url=False):
         loc = [str(part) for part in detail["loc"]]
         names = (".".join(loc[:end]) for end in range(2, len(loc) + 1))
-        path = next((name for name in names if schema.find(name, root)), "")
-        item = schema.find(path, root)
+        path = next((name for name in names if setting_names.find(name, root)), "")
+        item = setting_names.find(path, root)
         if item is None:
             raise AssertionError(f"the schema complains about {'.'.join(loc)}, which it does not have")
         inner = loc[path.count(".") + 1 :]
@@ -72,16 +72,16 @@ def broken_text(path: str, value: object, place: str) -> Problem:
 def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
     """The message about a setting that the schema does not have, with the nearest name."""
     section, _, name = path.rpartition(".")
-    if path in schema.sections(root):
+    if path in setting_names.sections(root):
         return not_a_section(path, value, place, root)
-    near = schema.suggest(path, root)
-    inside = schema.sections(root).get(section)
+    near = setting_names.suggest(path, root)
+    inside = setting_names.sections(root).get(section)
     if near:
         need = ""
     elif inside is not None:
         need = f"settings of [{section}]: " + ", ".join(inside.model_fields)
     else:
-        need = "section.field, with a section among " + ", ".join(schema.sections(root))
+        need = "section.field, with a section among " + ", ".join(setting_names.sections(root))
     return Problem(
         f"Unknown setting {path}",
         got=f"{name or path} = {toml_text(value)}",
@@ -93,12 +93,12 @@ def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] 
 
 def not_a_section(section: str, content: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
     """The message about a top-level key of a file that is no section, or a section that is no table."""
-    known = schema.sections(root)
+    known = setting_names.sections(root)
     got = "" if isinstance(content, dict) else f"{section} = {toml_text(content)}"
     if section in known:
         need = f"a line [{section}] with settings below it"
         return Problem(f"{section} is a section, not a value", got=got, need=need, where=place)
-    near = schema.suggest(section, root)
+    near = setting_names.suggest(section, root)
     near_section, near_name = (near, "") if near in known else near.rpartition(".")[::2]
     if near_name:
         try_ = f"put {near_name} under [{near_section}]"

@@ -16,7 +16,7 @@ from tilewright.core.config.sections.parallel import WireName
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.feedback import ErrorFeedback
-from tilewright.parallel.communicate.sharded import exchange_shards
+from tilewright.parallel.communicate.fsdp_exchanges import exchange_shards
 from tilewright.parallel.communicate.sum_error import SumError
 from tilewright.parallel.shard import is_sharded
 from tilewright.parallel.world import Group, World

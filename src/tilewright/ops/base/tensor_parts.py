@@ -151,7 +151,7 @@ def _add_gradient(param: DTensor, leaf: Tensor) -> None:
     """The gradient of a part to that of its parameter."""
     grad, leaf.grad = leaf.grad, None
     if grad is None:
-        return  # it waits: `deferred` adds it to the parameter's itself
+        return  # it waits: `weight_gradient_queue` adds it to the parameter's itself
     if param.grad is None:
         param.grad = sharded_like(grad, param.shape, param)
     else:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.memory.offload.lazy_params import is_placeholder
-from tilewright.ops.base.codes import HoldsCodes
-from tilewright.ops.base.parts import computed_part
+from tilewright.ops.base.code_modules import HoldsCodes
+from tilewright.ops.base.tensor_parts import computed_part
 
 T = TypeVar("T", bound=Tensor)
 Cut = Callable[[Tensor, int], Tensor]

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from tilewright.models.hf.rows import row_use
+from tilewright.models.hf.row_lengths import row_use
 
 
 def untrained_parts(net: nn.Module, whole: nn.Module | None, *, text: bool) -> tuple[list[str], float]:
     """Parts of a transformers architecture that get no gradient under a task, and their share of all parameters.
 
     Args:
-        net: the task's model, built under `rows.real_integers`.
+        net: the task's model, built under `row_lengths.real_integers`.
         whole: the architecture without a task, built in the same way; None where there is none.
         text: whether `net` takes rows of ids: what its forward pass does not read is then known, too.
 

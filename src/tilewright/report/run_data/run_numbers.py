@@ -9,7 +9,7 @@ from statistics import fmean
 
 from tilewright.core.units import bits_per_byte
 from tilewright.data.dataset.compressors import pooled_bits
-from tilewright.report.run_data.clean import Row, number, number_tables
+from tilewright.report.run_data.clean_rows import Row, number, number_tables
 from tilewright.report.run_data.collect import RunData
 
 TRAINING = ("forward", "backward", "update")
@@ -48,7 +48,7 @@ def not_finite(run: RunData, name: str) -> int:
 
 def held_out(row: Row, table: str = "eval") -> float | None:
     """Loss in nats per token over all domains of an evaluation, weighted by tokens; None where one is not finite.
-    Tables are those of `clean.eval_row`: `eval` makes curves, `eval_all` numbers."""
+    Tables are those of `clean_rows.eval_row`: `eval` makes curves, `eval_all` numbers."""
     results = list(row[table].values())
     if not results or any(result["loss"] is None for result in results):
         return None

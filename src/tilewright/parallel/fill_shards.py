@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model
-from tilewright.ops.base.parts import TensorPart, part_of, rows_of, sharded_like
-from tilewright.parallel.inside.experts.hold import expert_meshes
+from tilewright.ops.base.tensor_parts import TensorPart, part_of, rows_of, sharded_like
+from tilewright.parallel.inside.experts.rank_experts import expert_meshes
 from tilewright.parallel.pipeline.staged import ModelStage
 from tilewright.parallel.shard import Sharding, ready, shard, share_parts
 

@@ -29,8 +29,8 @@ from tilewright.planner.site import Site
 from tilewright.training.components.recipe_tokenizer import tokenizer_path
 from tilewright.training.planning.advice import as_settings
 from tilewright.training.planning.describe import words
-from tilewright.training.planning.refused import smallest_in_words
-from tilewright.training.planning.request import PlanRequest, site_of
+from tilewright.training.planning.does_not_fit import smallest_in_words
+from tilewright.training.planning.plan_request import PlanRequest, site_of
 from tilewright.training.planning.resolve import plan_run
 
 _LONGEST = 200

@@ -12,9 +12,9 @@ from tests.models.shapes import KERNELS, SHAPES, make_decoder
 from tests.models.test_cache import hf_model
 from tests.zoo.families import FAMILIES
 from tilewright.models.build import init_weights
+from tilewright.models.continued_rows import RowBatch, RowBytes
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.hf.load import load_hf
-from tilewright.models.rows import RowBatch, RowBytes
 
 CPU = torch.device("cpu")
 HF = ("llama", "qwen3", "gemma2", "gpt2")

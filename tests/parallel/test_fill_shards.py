@@ -13,7 +13,7 @@ from tilewright.models.build import random_values, stored_values
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
-from tilewright.parallel.fill import shard_from_meta
+from tilewright.parallel.fill_shards import shard_from_meta
 from tilewright.parallel.shard import Sharding
 from tilewright.precision.convert import convert
 

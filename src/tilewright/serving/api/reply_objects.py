@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.serving.api.logprobs import TokenTexts, of_chat, of_text
 from tilewright.serving.api.tools import FunctionCall
-from tilewright.serving.draw import Drawn
+from tilewright.serving.next_token import Drawn
 
 _ARGUMENT_CHARS = 64
 """Of a call's arguments in a part of a stream."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewright.models.base.protocols import LayerContext
-from tilewright.ops.base.deferred import WeightGradientQueue
-from tilewright.ops.base.parts import local
+from tilewright.ops.base.tensor_parts import local
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.parallel.communicate.traffic import TrafficCounter, wire_name
 from tilewright.parallel.launch import PIPELINES
 from tilewright.parallel.pipeline.staged import MicroBatch, Staged

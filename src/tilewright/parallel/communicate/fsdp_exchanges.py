@@ -22,7 +22,7 @@ from tilewright.parallel.communicate.coded import EXACT, GatheredPart, offsets
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.traffic import Operation, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import GroupTransport, all_gather_rows, reduce_scatter_rows
-from tilewright.parallel.inside.experts.hold import expert_meshes
+from tilewright.parallel.inside.experts.rank_experts import expert_meshes
 from tilewright.parallel.shard import fsdp_modules
 from tilewright.precision.assign.gathered import param_groups, reads_codes
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS, TF32, round_to
 from tilewright.ops.backends.native.wide import widens
-from tilewright.ops.base.deferred import WeightGradientQueue, breaks_graph, queue_now
+from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue, breaks_graph, queue_now
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import machines_linear
 from tilewright.precision.mixed.derived import is_injected, rebased

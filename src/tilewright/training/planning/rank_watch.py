@@ -15,7 +15,7 @@ import xxhash
 from tilewright import __version__
 from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.schema import flat
+from tilewright.core.config.setting_names import flat
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.launch import PIPELINES, on_first
 from tilewright.parallel.liveness.failure import (
@@ -34,7 +34,7 @@ from tilewright.parallel.world import World
 from tilewright.planner.cost.rank_share import check_shared
 from tilewright.planner.plan import Plan
 from tilewright.training.assemble import Components
-from tilewright.training.hooks.agreement import Agreement
+from tilewright.training.hooks.rank_agreement import Agreement
 from tilewright.training.runlog.rank_table import RankTable
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder

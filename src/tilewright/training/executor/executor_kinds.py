@@ -25,7 +25,7 @@ from tilewright.memory.offload.lazy_params import dummy_values
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import layered
-from tilewright.models.layerwise.view import LayerGroups, find_layer_groups
+from tilewright.models.layerwise.layer_view import LayerGroups, find_layer_groups
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
 from tilewright.training.executor.layer_major import LayerMajorExecutor

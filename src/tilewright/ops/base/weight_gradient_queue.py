@@ -11,10 +11,10 @@ Zero-bubble schedules of pipelines fill their idle time with them.
 
 A layer asks in its backward pass whether the queue takes its weight. Outside of a region it takes none, nor does it
 take what is no parameter itself (a weight that is computed from others) or is frozen: those gradients come as ever. A
-part of a parameter that ranks share, which a layer computes with (`parts.computed_part`), stands for the parameter.
-What waits reads no saved graph, so a checkpointed layer is recomputed once, and a queue holds no activations but the
-operands of its matmuls. State is the object's own. Hooks of a parameter run when its late gradient is added; autograd
-runs those behind the adding in the backward pass too, which has brought nothing.
+part of a parameter that ranks share, which a layer computes with (`tensor_parts.computed_part`), stands for the
+parameter. What waits reads no saved graph, so a checkpointed layer is recomputed once, and a queue holds no activations
+but the operands of its matmuls. State is the object's own. Hooks of a parameter run when its late gradient is added;
+autograd runs those behind the adding in the backward pass too, which has brought nothing.
 """
 
 from collections import Counter, deque
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.ops.base.parts import parameter_of, sharded_like
+from tilewright.ops.base.tensor_parts import parameter_of, sharded_like
 from tilewright.ops.base.transforms import in_func_transform
 
 

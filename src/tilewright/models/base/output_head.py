@@ -9,9 +9,9 @@ Legend: N tokens  D model width  V vocabulary.
 import torch
 from torch import Tensor, nn
 
-from tilewright.ops.base.deferred import queue_now
 from tilewright.ops.base.labels import IGNORED as IGNORED_LABEL
 from tilewright.ops.base.labels import TokenLosses, check_labels, summed_and_each
+from tilewright.ops.base.weight_gradient_queue import queue_now
 from tilewright.ops.kernels import Kernels
 
 

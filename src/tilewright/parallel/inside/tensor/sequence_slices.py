@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewright.formats.tiled import Parts, TiledTensor, WithCopies
-from tilewright.ops.base.parts import local
+from tilewright.ops.base.tensor_parts import local
 from tilewright.parallel.inside.tensor.collectives import TensorRanks, moved
 
 _PARTIAL = "partial_over"
@@ -223,7 +223,7 @@ def mark_partial(module: nn.Module, ranks: TensorRanks, names: Sequence[str]) ->
 
 def partial_parameters(model: nn.Module) -> tuple[TensorRanks | None, list[nn.Parameter]]:
     """Parameters that all ranks have, and each a part of the gradient of: those that read slices, or the heads that are
-    here (`foreign`), and of adapters of cut matrices. With the ranks; None where there are none."""
+    here (`cut_hf_model`), and of adapters of cut matrices. With the ranks; None where there are none."""
     slices = getattr(model, "slices", None)
     ranks: TensorRanks | None = None if slices is None else slices.ranks
     params = list(sliced_parameters(model))

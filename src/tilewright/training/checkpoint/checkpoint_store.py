@@ -2,9 +2,9 @@
 
 A checkpoint is a folder `step_00000100` with the tensors in the format of `torch.distributed.checkpoint` (DCP),
 `meta.json` (everything that is not a tensor) and `manifest.json` (a hash of each file). It is written as
-`step_00000100.partial` and renamed at the end (`writing`), so a crash or a full disk leaves the older ones as they
-were. What goes into a checkpoint is `state`'s matter; this file moves names, tensors and JSON. Reading one executes
-nothing in it (`index`), and takes any number of processes, whatever number wrote it.
+`step_00000100.partial` and renamed at the end (`write_checkpoint`), so a crash or a full disk leaves the older ones as
+they were. What goes into a checkpoint is `checkpoint_state`'s matter; this file moves names, tensors and JSON. Reading
+one executes nothing in it (`tensor_index`), and takes any number of processes, whatever number wrote it.
 """
 
 import json
@@ -37,9 +37,15 @@ from tilewright.training.checkpoint.failures import (
     on_all,
     short_reason,
 )
-from tilewright.training.checkpoint.index import INDEX, IndexFormatError, TensorLoadPlanner, TensorReader, read_index
 from tilewright.training.checkpoint.meta import checkpoints_in, name_of, step_of
-from tilewright.training.checkpoint.writing import (
+from tilewright.training.checkpoint.tensor_index import (
+    INDEX,
+    IndexFormatError,
+    TensorLoadPlanner,
+    TensorReader,
+    read_index,
+)
+from tilewright.training.checkpoint.write_checkpoint import (
     Content,
     Live,
     ReplicasDifferError,
