@@ -20,7 +20,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import RECIPES, toml_text
 from tilewright.core.env import VARIABLES
 from tilewright.core.units import format_count
-from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.build_settings import DataBuild
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.flops import count_parameters
 from tilewright.report.verdict.judge import MOOT, RULES
@@ -46,7 +46,7 @@ def data_build() -> str:
     lines = [
         "# Settings of a data build",
         "",
-        "Every setting of a `data.toml`, made from the schema in `tilewright.data.engine.config`;",
+        "Every setting of a `data.toml`, made from the schema in `tilewright.data.engine.build_settings`;",
         "[how to build a dataset](../how-to/build-data.md). `none`: the rule is off. Papers: Gopher is Rae et al. 2021",
         "(arXiv 2112.11446), C4 is Raffel et al. 2020 (arXiv 1910.10683), FineWeb is Penedo et al. 2024 (arXiv",
         "2406.17557), CCNet is Wenzek et al. 2020 (arXiv 1911.00359), Moore-Lewis is Moore and Lewis 2010 (ACL",

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.common import spread, write_result
 from benchmarks.data.data_scores import CLEAN, MAKERS, dropped, settings, write_corpus
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.engine.run import build_dataset
 
 CLAIM = "the noise filter removes 75 % and more of planted noise, whatever the seed, and loses few clean texts"

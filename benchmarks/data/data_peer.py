@@ -50,7 +50,7 @@ AGAINST = (
 
 def build_without_tokens(toml: Path, out: Path) -> None:
     """The stages up to the last search for copies, and the records that stay as Parquet, a file a shard."""
-    from tilewright.data.engine.config import load_data_toml
+    from tilewright.data.engine.build_settings import load_data_toml
 
     context = run_until(load_data_toml(toml), out, PROCESSES, "unique")
     (out / "records").mkdir()
@@ -67,7 +67,7 @@ def write_records(repaired: str, kept: str, out: str) -> None:
     """In a worker: the records of a shard that stay."""
     import numpy as np
 
-    from tilewright.data.engine.tables import RECORDS, TableWriter
+    from tilewright.data.engine.record_tables import RECORDS, TableWriter
     from tilewright.data.stages.copies.sketches import surviving_texts
 
     columns = tuple(name for name in RECORDS.names if name != "text")

@@ -27,9 +27,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import machine_kind, parser_of, spread, write_result
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.engine.run import build_dataset
 from tilewright.data.stages.plan import stage_named
 from tilewright.data.stages.scores.corruptions import KINDS

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.stages.plan import STAGES
 
 QUALITY = {

@@ -25,8 +25,8 @@ BASE_BYTES = 200 * MB
 def installed_texts(base_bytes: int = BASE_BYTES) -> tuple[tuple[str, str], ...]:
     """(domain, text) of the records of about `base_bytes` of the installed text, in an order that a seed draws."""
     from tilewright.data.common.records import Record
-    from tilewright.data.engine.config import DataBuild
-    from tilewright.data.engine.inputs import list_inputs
+    from tilewright.data.engine.build_files import list_inputs
+    from tilewright.data.engine.build_settings import DataBuild
     from tilewright.data.stages.read import read_item
 
     build = DataBuild.model_validate({"read": {"max_bytes": base_bytes}})

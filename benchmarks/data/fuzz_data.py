@@ -240,7 +240,7 @@ def run_case(seed: int, folder: Path) -> str:
     from tilewright.data.corpus.account import account_line
     from tilewright.data.corpus.read import collect
     from tilewright.data.prepare import prepare
-    from tilewright.data.sources.files import user_source
+    from tilewright.data.sources.user_files import user_source
 
     rng = random.Random(seed)
     root = folder / "data"

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import spread, write_result
-from tilewright.data.batches.mix import Picks
+from tilewright.data.batches.mixture_order import Picks
 from tilewright.data.batches.stream import Stream
-from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.data.prepare import prepare
 
 CLAIM = "the stream serves packed rows at 3 times the rate of torchdata's StatefulDataLoader, and plain blocks as fast"

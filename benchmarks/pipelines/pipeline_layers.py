@@ -37,7 +37,7 @@ from benchmarks.common import Stolen, spread, write_result
 from tilewright.core import env
 from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.core.hardware import detect_machine
-from tilewright.data.batches.rows import starts_of
+from tilewright.data.batches.token_rows import starts_of
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder

@@ -31,7 +31,7 @@ from benchmarks.turns import ratio
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import bits_per_byte
-from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.training.assemble import prepare_data
 
 CLAIM = "the default job is at least 0.15 bits per byte ahead of Hugging Face's Trainer at equal seconds, AdamW tuned"

@@ -23,7 +23,7 @@ from tilewright.data.corpus.account import LIMIT, account_line
 from tilewright.data.corpus.read import collect
 from tilewright.data.prepare import prepare
 from tilewright.data.sources.documents import printable
-from tilewright.data.sources.files import user_source
+from tilewright.data.sources.user_files import user_source
 from tilewright.data.sources.walk import find_files
 
 
@@ -169,8 +169,8 @@ def test_json(folder, tmp_path, shape, encoding):
 )
 def test_rows_of_an_array_in_pieces_of_any_size(texts, step):
     """However an array comes in pieces, its items are those that `json` reads."""
+    from tilewright.data.sources.file_lines import LONGEST_LINE
     from tilewright.data.sources.json_rows import _items
-    from tilewright.data.sources.lines import LONGEST_LINE
 
     whole = json.dumps([{"text": text, "more": [text, {"a": 1}]} for text in texts], ensure_ascii=False)
     pieces = iter([whole[i : i + step] for i in range(0, len(whole), step)])

@@ -15,7 +15,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.read import collect
 from tilewright.data.prepare import prepare
-from tilewright.data.sources.files import user_source
+from tilewright.data.sources.user_files import user_source
 
 
 def rows(num, seed=0):

@@ -13,7 +13,7 @@ import zstandard
 
 from tests.cover import covering, some
 from tilewright.data.common.records import Record, Rejected
-from tilewright.data.sources.files import user_source
+from tilewright.data.sources.user_files import user_source
 
 ROOM = 100 << 20
 """Bytes over the baseline that reading a bomb may take."""
@@ -46,7 +46,7 @@ def write_bomb(path, fill, size=_SIZE):
 _MEASURE = """
 import json, resource, sys
 from tilewright.data.common.records import Rejected
-from tilewright.data.sources.files import user_source
+from tilewright.data.sources.user_files import user_source
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 items = user_source(sys.argv[1])
 user_source(sys.argv[2])

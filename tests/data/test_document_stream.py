@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
 from tests.draws import examples
-from tilewright.data.batches.mix import Picks
-from tilewright.data.batches.rows import IGNORE, STARTS
-from tilewright.data.batches.steps import NUM_LENGTHS, padded_length
+from tilewright.data.batches.mixture_order import Picks
+from tilewright.data.batches.step_samples import NUM_LENGTHS, padded_length
 from tilewright.data.batches.stream import Stream
+from tilewright.data.batches.token_rows import IGNORE, STARTS
 from tilewright.data.prepare import prepare
 from tilewright.ops.base.documents import document_starts
 

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from tilewright.core.errors import DataError
-from tilewright.data.sources.files import user_source
 from tilewright.data.sources.hub import hub_dataset
+from tilewright.data.sources.user_files import user_source
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 

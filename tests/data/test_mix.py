@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.draws import examples
 from tilewright.core.errors import ConfigError
-from tilewright.data.batches.mix import BLOCK, Mixture, apportion, counts_of, permute, shares_of
+from tilewright.data.batches.mixture_order import BLOCK, Mixture, apportion, counts_of, permute, shares_of
 
 WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10)), min_size=1, max_size=9).filter(lambda w: sum(w) > 0)
 

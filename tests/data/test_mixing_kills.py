@@ -9,11 +9,11 @@ import pytest
 from tests.cover import some
 from tests.data.test_stream import make, steps
 from tilewright.data.common.hashing import hash64
-from tilewright.data.mixing.base import DomainSeen, MixEvaluation, shares
 from tilewright.data.mixing.guard import PplGuard
-from tilewright.data.mixing.learned import Aioli, Exp3
-from tilewright.data.mixing.limits import MixLimits
+from tilewright.data.mixing.learned_weights import Aioli, Exp3
 from tilewright.data.mixing.mixer import Mixer
+from tilewright.data.mixing.mixing_policy import DomainSeen, MixEvaluation, shares
+from tilewright.data.mixing.weight_limits import MixLimits
 
 KILLS, INTERVAL, SAVED = 200, 4, 3
 BASE = {"x": 40.0, "y": 90.0, "z": 7.0}

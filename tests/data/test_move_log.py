@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.data.test_stream import Numbers, make, steps
 from tests.draws import examples
 from tilewright.core.errors import CheckpointError, DataError
-from tilewright.data.batches.mix import BLOCK, Mixture
+from tilewright.data.batches.mixture_order import BLOCK, Mixture
 from tilewright.data.batches.state.move_log import MoveLog, chained
 
 DOMAINS = [f"domain_of_{kind}" for kind in ("code", "docs", "mail", "talk", "news", "math", "law", "songs")]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.draws import examples
 from tilewright.data.batches.pack import pack
-from tilewright.data.batches.rows import IGNORE, TextRows
+from tilewright.data.batches.token_rows import IGNORE, TextRows
 
 
 @examples(200)

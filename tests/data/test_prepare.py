@@ -17,9 +17,9 @@ import torch
 from tests.data.conftest import write_text
 from tests.ranks import fork_server
 from tilewright.core.errors import DataError
-from tilewright.data.batches.mix import Picks
-from tilewright.data.batches.rows import IGNORE
+from tilewright.data.batches.mixture_order import Picks
 from tilewright.data.batches.stream import Stream
+from tilewright.data.batches.token_rows import IGNORE
 from tilewright.data.common.tokenizer import train_tokenizer
 from tilewright.data.dataset.compressors import COMPRESSORS, compressor_bits
 from tilewright.data.prepare import prepare
@@ -142,7 +142,7 @@ def test_a_whole_entry_needs_no_lock(corpus_folder, tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("tilewright.data.common.cache._locked", refuse)
+    monkeypatch.setattr("tilewright.data.common.cache_entries._locked", refuse)
     assert prepare(str(corpus_folder), cache_dir=str(tmp_path), **OPTIONS).summary["docs"] == 80
 
 

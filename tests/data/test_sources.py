@@ -20,7 +20,7 @@ from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import text_of
 from tilewright.data.corpus.read import collect
 from tilewright.data.sources.documents import Part, Source, cut
-from tilewright.data.sources.files import SEGMENT_BYTES, user_source
+from tilewright.data.sources.file_lines import segment_lines
 from tilewright.data.sources.installed import (
     _headers,
     _requires,
@@ -28,7 +28,7 @@ from tilewright.data.sources.installed import (
     installed_source,
     split_docstrings,
 )
-from tilewright.data.sources.lines import segment_lines
+from tilewright.data.sources.user_files import SEGMENT_BYTES, user_source
 
 
 def spool_of(source, tmp_path, max_bytes=0, domains=(), seed=0):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.draws import examples
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.data.batches.mix import BLOCK
+from tilewright.data.batches.mixture_order import BLOCK
 from tilewright.data.batches.stream import Stream
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.training.tiny import write_text
-from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.data.prepare import prepare
 
 

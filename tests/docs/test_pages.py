@@ -12,7 +12,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 from tests.commands import workers_from_fork_server
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
-from tilewright.data.engine.config import load_data_toml
+from tilewright.data.engine.build_settings import load_data_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if "_build" not in path.parts)

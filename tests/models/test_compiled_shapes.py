@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.models.shapes import KERNELS, SHAPES
 from tests.zoo.families import FAMILIES
-from tilewright.data.batches.rows import starts_of
-from tilewright.data.batches.steps import NUM_LENGTHS
+from tilewright.data.batches.step_samples import NUM_LENGTHS
+from tilewright.data.batches.token_rows import starts_of
 from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import init_weights

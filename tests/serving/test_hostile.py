@@ -13,7 +13,7 @@ from tilewright.cli.app import run
 from tilewright.data.chat import sandbox
 from tilewright.data.chat.load import CHATML
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.common.reading import Direct, failures_told
+from tilewright.data.common.guarded_tokenizer import Direct, failures_told
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from tests.data.chat.families import make_folder
 from tests.training.tiny import rows, tiny
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.chat.turns import samples
+from tilewright.data.chat.trained_tokens import samples
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import render
 from tilewright.report.run_data.before_after import changes as changes_of

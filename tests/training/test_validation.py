@@ -15,7 +15,7 @@ from tests.training.tiny import rows, tiny
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.chat.turns import samples
+from tilewright.data.chat.trained_tokens import samples
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import render
 from tilewright.report.run_data.collect import collect

@@ -21,9 +21,9 @@ from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.data.batches.stream import Stream
 from tilewright.data.common.tokenizer import Tokenizer
-from tilewright.data.dataset.prepared import PreparedData
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.data.dataset.prepared_images import PreparedImages
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.memory.tracking.tracker import FreeHeap, MemoryTracker
 from tilewright.models.base.protocols import InitialValues, Model

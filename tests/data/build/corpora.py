@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.executors.base import UnitExecutor
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.executors.build_executor import UnitExecutor
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.engine.executors.rank import RankExecutor
 from tilewright.data.engine.run import build_dataset
 

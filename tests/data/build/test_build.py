@@ -12,9 +12,9 @@ import pytest
 from tests.data.build.corpora import build, build_as_ranks, digest, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.data.engine.config import load_data_toml
-from tilewright.data.engine.executors.local import LocalExecutor
-from tilewright.data.engine.units import Units
+from tilewright.data.engine.build_settings import load_data_toml
+from tilewright.data.engine.executors.local_processes import LocalExecutor
+from tilewright.data.engine.unit_folders import Units
 
 RULES = {"rules": {"min_words": 20}}
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from tests.data.build.corpora import build, build_as_ranks, digest, settings
 from tests.data.build.test_incremental import stages_run_alone
 from tests.data.chat.families import make_folder
-from tests.data.chat.test_rows import talks
+from tests.data.chat.test_chat_rows import talks
 from tests.draws import examples
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.records import Record
-from tilewright.data.engine.config import DataBuild, load_data_toml
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.tables import record_of, rows
-from tilewright.data.engine.units import fingerprint_of
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_settings import DataBuild, load_data_toml
+from tilewright.data.engine.record_tables import record_of, rows
+from tilewright.data.engine.unit_folders import fingerprint_of
 from tilewright.data.prepare import prepare
 from tilewright.data.stages.plan import STAGES
 

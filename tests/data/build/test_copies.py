@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.build.corpora import build, changed, prose, settings, words
-from tilewright.data.stages.copies import near
+from tilewright.data.stages.copies import near_copies
 
 NO_NEAR = {"near": False, "exact": False}
 
@@ -185,11 +185,11 @@ def test_code_that_differs_in_white_space_is_a_copy(tmp_path):
 
 def test_ranges_of_hashes_change_nothing(tmp_path, planted, monkeypatch):
     """A corpus so large that its hashes are shared out over many ranges gives the same dataset."""
-    from tilewright.data.engine import ranges
+    from tilewright.data.engine import hash_ranges
 
     source = write(tmp_path / "in", planted)
     build(settings(source), tmp_path / "one")
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 4096)
+    monkeypatch.setattr(hash_ranges, "RANGE_BYTES", 4096)
     build(settings(source), tmp_path / "many")
     assert len(list((tmp_path / "many" / "work" / "pairs").iterdir())) > 10
     assert outcome(tmp_path / "many") == outcome(tmp_path / "one")
@@ -200,7 +200,7 @@ def test_jaccard_of_sorted_sets():
     for _ in range(200):
         a, b = (np.unique(rng.integers(0, 50, rng.integers(0, 30)).astype(np.uint64)) for _ in range(2))
         one, two = set(a.tolist()), set(b.tolist())
-        assert near.jaccard(a, b) == pytest.approx(len(one & two) / max(1, len(one | two)))
+        assert near_copies.jaccard(a, b) == pytest.approx(len(one & two) / max(1, len(one | two)))
 
 
 @pytest.mark.parametrize(("num_tasks", "num_rows"), [(1, 40), (3, 40), (2, 200)])

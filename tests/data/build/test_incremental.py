@@ -14,9 +14,9 @@ from PIL import Image
 
 from tests.data.build.corpora import build, digest, prose, settings
 from tilewright.core.atomic_io import hash_file
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.units import RECEIPT, TOLD
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.unit_folders import RECEIPT, TOLD
 from tilewright.data.stages.chat.render import RENDER, TEMPLATE
 from tilewright.data.stages.plan import STAGES
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from tests.data.test_split import jaccard, shingles_of
 from tilewright.core import env
 from tilewright.data.dataset.open_built import read_dataset
-from tilewright.data.engine.config import SplitSection, load_data_toml
-from tilewright.data.engine.inputs import list_inputs
+from tilewright.data.engine.build_files import list_inputs
+from tilewright.data.engine.build_settings import SplitSection, load_data_toml
 from tilewright.data.engine.shipped.installed import installed_build
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.prepare import prepare
-from tilewright.data.stages.split.stage import within
+from tilewright.data.stages.split.split_stage import within
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {"max_bytes": 400_000, "vocab_size": 400, "seq_len": 64, "holdout": 0.1}

@@ -19,10 +19,10 @@ import pytest
 from tests.data.build.corpora import build, digest, settings, write_corpus
 from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.executors.local import LocalExecutor
-from tilewright.data.engine.tables import rows
-from tilewright.data.engine.units import RECEIPT
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.executors.local_processes import LocalExecutor
+from tilewright.data.engine.record_tables import rows
+from tilewright.data.engine.unit_folders import RECEIPT
 from tilewright.data.stages.plan import stage_named
 from tilewright.data.stages.read import READ
 

@@ -17,13 +17,13 @@ from tests.draws import examples
 from tilewright.cli.app import run
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.records import Record
-from tilewright.data.engine.config import DataBuild, FiltersSection, load_data_toml
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_settings import DataBuild, FiltersSection, load_data_toml
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.engine.executors.on_ray import _paths
-from tilewright.data.engine.tables import RECORDS, TableWriter, record_row, rows
-from tilewright.data.stages.kept import KEPT
-from tilewright.data.stages.text.own import apply_own, made, own_filters
+from tilewright.data.engine.record_tables import RECORDS, TableWriter, record_row, rows
+from tilewright.data.stages.kept_records import KEPT
+from tilewright.data.stages.text.user_filters import apply_own, made, own_filters
 
 FILTER = """
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.build.corpora import build, digest, settings, write_corpus
 from tests.data.build.test_kill import start
-from tilewright.data.engine.units import RECEIPT
+from tilewright.data.engine.unit_folders import RECEIPT
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.dist]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.data.build.corpora import build, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError
-from tilewright.data.engine.config import RepairSection, RulesSection
+from tilewright.data.engine.build_settings import RepairSection, RulesSection
 from tilewright.data.stages.text import rules
-from tilewright.data.stages.text.measures import MEASURES, Measured
-from tilewright.data.stages.text.repaired import line_hash, repaired, without_lines
+from tilewright.data.stages.text.repair_one import line_hash, repaired, without_lines
 from tilewright.data.stages.text.rules import thresholds
+from tilewright.data.stages.text.text_measures import MEASURES, Measured
 
 KNOWN = [
     ("chars", "abc de", 6),

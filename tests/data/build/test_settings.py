@@ -10,12 +10,12 @@ from tests.data.build.corpora import build, prose, settings, write_corpus, write
 from tests.data.build.scores.test_effects import PROBES as SCORED
 from tilewright.core.config import setting_names
 from tilewright.core.errors import ConfigError
-from tilewright.data.engine.config import DataBuild, LimitsSection, load_data_toml
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.inputs import list_inputs
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_files import list_inputs
+from tilewright.data.engine.build_settings import DataBuild, LimitsSection, load_data_toml
 from tilewright.data.readers.limits import ReadLimits
 from tilewright.data.stages import read
-from tilewright.data.stages.split.stage import source_label
+from tilewright.data.stages.split.split_stage import source_label
 
 FILTER = """
 import tilewright

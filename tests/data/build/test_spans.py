@@ -11,8 +11,8 @@ import pytest
 
 from tests.data.build.corpora import prose, settings
 from tilewright.data.common.records import Record
-from tilewright.data.engine.inputs import list_inputs
-from tilewright.data.sources.contents import Contents
+from tilewright.data.engine.build_files import list_inputs
+from tilewright.data.sources.content_hash import Contents
 from tilewright.data.stages.read import read_item
 
 SMALL, LARGE = 1 << 16, 1 << 24
@@ -90,11 +90,11 @@ def test_contents_are_remembered_only_while_nothing_of_a_file_changed(tmp_path, 
     contents.save()
     assert json.loads((tmp_path / "contents.json").read_bytes()) == {}, "just written: the next change may look alike"
 
-    monkeypatch.setattr("tilewright.data.sources.contents._SETTLED_NS", -1)
+    monkeypatch.setattr("tilewright.data.sources.content_hash._SETTLED_NS", -1)
     contents = Contents(tmp_path / "contents.json")
     contents.of(path, path.stat())
     contents.save()
-    monkeypatch.setattr("tilewright.data.sources.contents.read_content", None)
+    monkeypatch.setattr("tilewright.data.sources.content_hash.read_content", None)
     assert Contents(tmp_path / "contents.json").of(path, path.stat()) == first, "nothing is read"
     monkeypatch.undo()
     before = path.stat()

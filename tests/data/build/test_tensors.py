@@ -9,9 +9,9 @@ import pytest
 from tests.data.build.corpora import build, digest, prose, settings, write_media
 from tilewright.core.errors import DataError
 from tilewright.data.batches.stream import Stream
-from tilewright.data.dataset.account import build_account
-from tilewright.data.dataset.images import ShardedPixels
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.dataset.build_account import build_account
+from tilewright.data.dataset.built_images import ShardedPixels
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.prepare import prepare
 from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.data.build.corpora import build, prose
 from tests.data.build.corpora import settings as build_settings
 from tests.draws import examples
-from tilewright.data.batches.mix import Picks
+from tilewright.data.batches.mixture_order import Picks
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.prepare import prepare
 from tilewright.data.stages.text.windows import windows

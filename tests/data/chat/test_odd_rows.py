@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
+from tilewright.data.chat.chat_rows import read_whole
 from tilewright.data.chat.errors import ChatError
-from tilewright.data.chat.rows import read_whole
 
 TALK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 MESSAGE_FIELDS = (

@@ -16,9 +16,9 @@ from tests.data.chat.families import make_folder
 from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.batches.stream import Stream
-from tilewright.data.chat.rows import read_row
+from tilewright.data.chat.chat_rows import read_row
 from tilewright.data.chat.template import ChatError, ChatTemplate
-from tilewright.data.chat.turns import samples
+from tilewright.data.chat.trained_tokens import samples
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.prepare import prepare
 
@@ -54,7 +54,7 @@ def chat(source, model, tmp_path, **more):
 
 
 def all_rows(prepared):
-    from tilewright.data.batches.mix import Picks
+    from tilewright.data.batches.mixture_order import Picks
 
     found = []
     for d, domain in enumerate(prepared.domains):

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.chat.families import make_folder
-from tests.data.chat.test_rows import talks
+from tests.data.chat.test_chat_rows import talks
 from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.chat import render, sandbox
+from tilewright.data.chat.chat_rows import read_row
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.load import CHATML
 from tilewright.data.chat.render import RowRenderer
-from tilewright.data.chat.rows import read_row
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.limited_process import LimitedProcess
 from tilewright.data.common.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ from tests.draws import examples
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.chat.load import template_source
 from tilewright.data.chat.template import ChatError, ChatTemplate
-from tilewright.data.chat.turns import samples
+from tilewright.data.chat.trained_tokens import samples
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 
 transformers = pytest.importorskip("transformers")

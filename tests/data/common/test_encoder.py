@@ -10,9 +10,9 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tests.data.build.corpora import build, settings
 from tests.data.conftest import write_text
 from tilewright.cli.app import run
-from tilewright.data.common import encoder, reading
+from tilewright.data.common import encoder, guarded_tokenizer
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder
-from tilewright.data.common.reading import TokenizerError
+from tilewright.data.common.guarded_tokenizer import TokenizerError
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 from tilewright.data.prepare import prepare
 
@@ -46,8 +46,8 @@ def backtracking(tmp_path_factory):
 @pytest.fixture
 def soon(monkeypatch):
     """Limits that a test can wait for; the process of tokenizers is given them with each request."""
-    monkeypatch.setattr(reading, "_CPU_S", 0.3)
-    monkeypatch.setattr(reading, "_CHARS_PER_S", 1e6)
+    monkeypatch.setattr(guarded_tokenizer, "_CPU_S", 0.3)
+    monkeypatch.setattr(guarded_tokenizer, "_CHARS_PER_S", 1e6)
 
 
 def streams(tokens):

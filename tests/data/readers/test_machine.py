@@ -14,7 +14,7 @@ from tests.data.build.corpora import prose
 from tests.data.readers.made import COMPRESS, TEXT, every_format, read, zip_bytes
 from tilewright.core import env
 from tilewright.core.errors import TilewrightError, is_of_machine, machine_error
-from tilewright.data.readers.scratch import ScratchFile
+from tilewright.data.readers.temporary_files import ScratchFile
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.readers.made import TEXT, one, read, refusal, rows_bytes, zip_bytes
 from tests.data.readers.packed import answer, docx_bytes, epub_bytes, notebook_bytes, page, warc_bytes, warc_record
-from tilewright.data.readers.kinds import KINDS, kind_of
+from tilewright.data.readers.file_kinds import KINDS, kind_of
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 
 MAKE = {"a.ipynb": notebook_bytes, "a.docx": docx_bytes, "a.epub": epub_bytes, "a.warc": warc_bytes}

@@ -13,8 +13,8 @@ import pytest
 
 from tests.data.remote.servers import serve
 from tilewright.core.errors import ConfigError, DataError, HardwareError
-from tilewright.data.batches.rows import IGNORE
 from tilewright.data.batches.stream import Stream
+from tilewright.data.batches.token_rows import IGNORE
 from tilewright.data.dataset.remote.prepared_shards import Streaming
 from tilewright.data.prepare import prepare
 

@@ -9,7 +9,7 @@ import pytest
 from tests.data.remote.servers import serve
 from tests.data.remote.test_far_data import far, run, stream
 from tilewright.core.errors import DataError
-from tilewright.data.batches.rows import IGNORE
+from tilewright.data.batches.token_rows import IGNORE
 from tilewright.data.dataset.remote.address import DamagedFileError, Remote, SourceAwayError
 from tilewright.data.dataset.remote.prepared_shards import Streaming
 from tilewright.data.dataset.remote.shard_cache import ShardCache

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.data.batches.mix import BLOCK, Mixture
+from tilewright.data.batches.mixture_order import BLOCK, Mixture
 from tilewright.data.dataset.remote.window_plan import WindowPlan
 from tilewright.data.dataset.remote.windows import WindowedOrder
 

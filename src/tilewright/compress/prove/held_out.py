@@ -21,9 +21,9 @@ from tilewright.compress.prove.texts.odd_texts import odd_texts
 from tilewright.compress.prove.torch_model import all_logits
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import DataError
-from tilewright.data.batches.rows import IGNORE
+from tilewright.data.batches.token_rows import IGNORE
 from tilewright.data.common.tokenizer import Tokenizer
-from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.models.base.preference import as_rows, is_pairs
 from tilewright.models.base.protocols import Model
 from tilewright.training.components.dataset import Prepared, held_out

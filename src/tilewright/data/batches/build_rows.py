@@ -15,7 +15,7 @@ import xxhash
 
 from tilewright.core.atomic_io import hash_file
 from tilewright.data.batches.pack import Packing, alone, pack
-from tilewright.data.batches.rows import SPLITS
+from tilewright.data.batches.token_rows import SPLITS
 from tilewright.data.common.progress import ProgressBar
 
 INDEX = "shards.json"

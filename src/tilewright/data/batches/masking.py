@@ -7,7 +7,7 @@ resume, and differently in its next epoch, where its sample index is another.
 
 import numpy as np
 
-from tilewright.data.batches.rows import IGNORE
+from tilewright.data.batches.token_rows import IGNORE
 from tilewright.data.common.hashing import hash64
 
 TARGET_SHARE = 0.15

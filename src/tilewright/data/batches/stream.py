@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from tilewright.core.errors import CheckpointError
-from tilewright.data.batches.mix import BLOCK, Mixture, check_weights, without
+from tilewright.data.batches.mixture_order import BLOCK, Mixture, check_weights, without
 from tilewright.data.batches.state.move_log import FILE, Mark, MoveLog, unreadable
 from tilewright.data.batches.state.stream_state import (
     KeptLog,
@@ -27,7 +27,7 @@ from tilewright.data.batches.state.stream_state import (
     stage_row,
     weights_key,
 )
-from tilewright.data.batches.steps import (
+from tilewright.data.batches.step_samples import (
     BuiltStep,
     DocumentSteps,
     FarRows,
@@ -37,8 +37,8 @@ from tilewright.data.batches.steps import (
     StepCut,
     StepDocuments,
 )
+from tilewright.data.batches.step_worker import StepWorker
 from tilewright.data.batches.tensors import Batch
-from tilewright.data.batches.worker import StepWorker
 from tilewright.parallel.pipeline.assignment import Assign, Room, any_count
 
 

@@ -20,7 +20,7 @@ from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
 from tilewright.data.batches.build_rows import RowRanges, groups_of_domains, pack_groups, save_packing, write_meta
 from tilewright.data.batches.pack import Packing, alone, pack
-from tilewright.data.batches.rows import SPLITS
+from tilewright.data.batches.token_rows import SPLITS
 from tilewright.data.common.progress import ProgressBar
 
 BEHIND = "answer begins behind data.seq_len"

@@ -13,9 +13,9 @@ from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.messages import Row
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
-from tilewright.data.chat.turns import ChatSample, Rendered, Talk, render_talks
+from tilewright.data.chat.trained_tokens import ChatSample, Rendered, Talk, render_talks
 from tilewright.data.common.encoder import Spared
-from tilewright.data.common.reading import TokenizerError
+from tilewright.data.common.guarded_tokenizer import TokenizerError
 
 ROWS, ROWS_BYTES = 64, 1 << 18
 """Rows that are rendered together, and bytes of their JSON: more of them take no less time."""
@@ -51,7 +51,7 @@ class RowRenderer:
         """The samples of each conversation, of preferences with two, or the reason why it cannot be used.
 
         Args:
-            rows: as `rows.read_row` finds them.
+            rows: as `chat_rows.read_row` finds them.
 
         Raises:
             TemplateTooMuchError: more than three rows take too much time or memory, so it is the template.

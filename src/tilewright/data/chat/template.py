@@ -33,7 +33,7 @@ from tilewright.data.chat.sandbox import (
 )
 from tilewright.data.chat.stops import Ending, Stops, ending
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments, with_arguments
-from tilewright.data.common.reading import encode_piece, reader_of
+from tilewright.data.common.guarded_tokenizer import encode_piece, reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, declared_stops
 from tilewright.data.readers.damage import failure

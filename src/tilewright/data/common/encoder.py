@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import tokenizers
 
+from tilewright.data.common.guarded_tokenizer import Direct, TokenizerError
 from tilewright.data.common.ranked_bpe import RankedBpe, has_tiktoken, ranks_of
-from tilewright.data.common.reading import Direct, TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer
 
 MUCH_BYTES = 8_000_000

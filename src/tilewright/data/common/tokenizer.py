@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from tilewright.core.errors import DataError
+from tilewright.data.common.guarded_tokenizer import Reader, TokenizerError, check_loadable, failures_told, reader_of
 from tilewright.data.common.ranked_bpe import RankedBpe
-from tilewright.data.common.reading import Reader, TokenizerError, check_loadable, failures_told, reader_of
 from tilewright.data.common.tokenizer_folder import (
     CONFIG,
     TOKENIZER,

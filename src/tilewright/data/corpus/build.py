@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilewright.core.errors import DataError
-from tilewright.data.batches.rows import SPLITS, TOKEN_BYTES
+from tilewright.data.batches.token_rows import SPLITS, TOKEN_BYTES
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder
+from tilewright.data.common.guarded_tokenizer import TokenizerError
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.records import rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.account import listed
@@ -30,7 +30,7 @@ from tilewright.data.corpus.validation import add_validation
 from tilewright.data.dataset.compressors import compressor_bits
 from tilewright.data.sources.documents import Source
 from tilewright.data.stages.copies.minhash import near_copy_clusters
-from tilewright.data.stages.split.divide import LARGEST_SHARE, divide_clusters, largest_share, slices
+from tilewright.data.stages.split.divide_clusters import LARGEST_SHARE, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout
 
 _ENCODED_TWICE = 64  # texts, to see that both libraries give the same ids

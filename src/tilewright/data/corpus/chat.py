@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.core.errors import DataError
-from tilewright.data.batches.rows import SPLITS
+from tilewright.data.batches.token_rows import SPLITS
+from tilewright.data.chat.chat_rows import TABLES, RowReader, is_pair, read_row
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, Row
 from tilewright.data.chat.render import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
-from tilewright.data.chat.rows import TABLES, RowReader, is_pair, read_row
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.chat.turns import ChatSample
+from tilewright.data.chat.trained_tokens import ChatSample
 from tilewright.data.common.encoder import in_batches
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.progress import ProgressBar
@@ -35,10 +35,10 @@ from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
 from tilewright.data.dataset.open_built import built_at, built_format, read_dataset
 from tilewright.data.sources.documents import Source
-from tilewright.data.sources.files import user_source
-from tilewright.data.sources.wanted import Wanted
+from tilewright.data.sources.path_purpose import Wanted
+from tilewright.data.sources.user_files import user_source
 from tilewright.data.stages.copies.minhash import near_copy_clusters
-from tilewright.data.stages.split.divide import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
+from tilewright.data.stages.split.divide_clusters import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.data.common.encoder import Spared
+from tilewright.data.common.guarded_tokenizer import TokenizerError
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
-from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer
 
 _BATCH_BYTES = 4 << 20

@@ -19,7 +19,7 @@ from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.corpus.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
 from tilewright.data.sources.documents import Part, Source, cut
-from tilewright.data.sources.wanted import Wanted, better_format
+from tilewright.data.sources.path_purpose import Wanted, better_format
 
 _DRAINED_BYTES = 4 << 20  # text that is read on where a limit ended the reading inside a part, to say how much it was
 _SLACK = 0.003  # share of the limit that may stay unused: no further round of sharing for less

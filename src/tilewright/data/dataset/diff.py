@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewright.core.config import setting_names
-from tilewright.data.engine.config import DataBuild
+from tilewright.data.engine.build_settings import DataBuild
 
 _COUNTS = ("docs", "bytes", "tokens", "holdout_docs")
 

@@ -12,8 +12,8 @@ from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
 from tilewright.data.chat.load import TEMPLATE_FILE
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.data.engine.inputs import INSTALLED
-from tilewright.data.engine.tables import rows
+from tilewright.data.engine.build_files import INSTALLED
+from tilewright.data.engine.record_tables import rows
 
 DATASET = "dataset.json"
 """The file that makes a folder a built dataset: written last, removed first."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewright.data.batches.mix import Picks
+from tilewright.data.batches.mixture_order import Picks
 from tilewright.data.batches.pack import Packing
-from tilewright.data.batches.rows import TextRows
 from tilewright.data.batches.tensors import Batch, as_tensors
+from tilewright.data.batches.token_rows import TextRows
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_text import PreparedData
 
 _MOST_NAMED = 8  # fields that are not read
 

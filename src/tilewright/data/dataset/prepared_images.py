@@ -16,16 +16,16 @@ import xxhash
 
 from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
-from tilewright.data.batches.mix import Picks, permute
-from tilewright.data.batches.rows import IGNORE
+from tilewright.data.batches.mixture_order import Picks, permute
 from tilewright.data.batches.tensors import Batch, as_tensors
-from tilewright.data.common.cache import cached
+from tilewright.data.batches.token_rows import IGNORE
+from tilewright.data.common.cache_entries import cached
 from tilewright.data.common.progress import ProgressBar, timed
 from tilewright.data.corpus.account import account_of_files, listed
-from tilewright.data.dataset.images import BuiltImages, ShardedPixels, built_images
+from tilewright.data.dataset.built_images import BuiltImages, ShardedPixels, built_images
 from tilewright.data.dataset.open_built import read_dataset
+from tilewright.data.sources.path_purpose import IMAGES
 from tilewright.data.sources.walk import Found, find_files, stat_key
-from tilewright.data.sources.wanted import IMAGES
 from tilewright.data.stages.dataset import TOKENS
 
 DOMAIN = "images"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core.units import format_bytes
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.units import Units
-from tilewright.data.stages.scores.choose import BITS, CONTRAST, QUALITY, ScoreKind, ScoreRanks
-from tilewright.data.stages.scores.models import ACCOUNT, noise_threshold
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.unit_folders import Units
+from tilewright.data.stages.scores.fit_models import ACCOUNT, noise_threshold
+from tilewright.data.stages.scores.keep_by_score import BITS, CONTRAST, QUALITY, ScoreKind, ScoreRanks
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tilewright.core.errors import DataError, Problem
-from tilewright.data.engine.config import DataBuild, ReadSection
-from tilewright.data.engine.inputs import Listing, list_inputs
-from tilewright.data.sources.contents import Contents
+from tilewright.data.engine.build_files import Listing, list_inputs
+from tilewright.data.engine.build_settings import DataBuild, ReadSection
+from tilewright.data.sources.content_hash import Contents
 from tilewright.data.stages.scores.settings import paths
 
 _FILES = {"quality.model": "quality.safetensors of a build", "quality.labelled": "a .jsonl file"}

@@ -17,16 +17,16 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.dataset.open_built import DATASET, FORMAT
-from tilewright.data.dataset.remote.index import INDEX
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.context import WORK, Context
-from tilewright.data.engine.executors.base import UnitExecutor
-from tilewright.data.engine.units import cannot_make, fingerprint_of, link_or_copy
+from tilewright.data.dataset.remote.shard_index import INDEX
+from tilewright.data.engine.build_context import WORK, Context
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.executors.build_executor import UnitExecutor
+from tilewright.data.engine.unit_folders import cannot_make, fingerprint_of, link_or_copy
 from tilewright.data.sources.documents import Source
 from tilewright.data.stages.chat.render import TEMPLATE
 from tilewright.data.stages.encode import ENCODER_CHOICE, encoder_of
 from tilewright.data.stages.plan import SHARDS, STAGES
-from tilewright.data.stages.text.own import FILTERS
+from tilewright.data.stages.text.user_filters import FILTERS
 
 PARTS = ("tokens", "records", "rejects", "media", SHARDS)
 """Folders of a dataset; `media` only where tensors are asked for, shards only where they are."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import StageInput, declared_settings, settings_identity
-from tilewright.data.engine.inputs import Item
-from tilewright.data.engine.units import fingerprint_of
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_files import Item
+from tilewright.data.engine.declared_inputs import StageInput, declared_settings, settings_identity
+from tilewright.data.engine.unit_folders import fingerprint_of
 
 Run = Callable[..., Mapping[str, Any]]
 

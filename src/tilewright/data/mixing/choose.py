@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from tilewright.core.config.sections.data import MixingSection
 from tilewright.core.errors import ConfigError
-from tilewright.data.mixing.base import MixPolicy
-from tilewright.data.mixing.fixed import Schedule, Static, Temperature
+from tilewright.data.mixing.fixed_weights import Schedule, Static, Temperature
 from tilewright.data.mixing.guard import PplGuard
-from tilewright.data.mixing.learned import Aioli, Exp3
-from tilewright.data.mixing.limits import MixLimits
+from tilewright.data.mixing.learned_weights import Aioli, Exp3
 from tilewright.data.mixing.mixer import Mixer
+from tilewright.data.mixing.mixing_policy import MixPolicy
+from tilewright.data.mixing.weight_limits import MixLimits
 
 _BY_HELD_OUT = ("ppl_guard", "aioli")
 

@@ -2,7 +2,7 @@
 
 The articles raise a domain's weight by 15 % after three rises of its perplexity. Taken as it stands that rule fires on
 noise, feeds a domain that is overfitted (its held-out loss rises because its rows were seen too often, and more of them
-make it worse), and has no way back. Here a rise counts above the measured noise only (`rise`), a domain that is
+make it worse), and has no way back. Here a rise counts above the measured noise only (`loss_rise`), a domain that is
 overfitted is refused with the reason, weights rest after a move, have a largest ratio, and go back step by step.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tilewright.data.mixing.base import DomainSeen, MixDecision, MixEvaluation, Refusal, shares
-from tilewright.data.mixing.rise import Rise
+from tilewright.data.mixing.loss_rise import Rise
+from tilewright.data.mixing.mixing_policy import DomainSeen, MixDecision, MixEvaluation, Refusal, shares
 
 _KEPT = 16  # evaluations whose training losses are kept
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tilewright.data.mixing.base import MixDecision, MixEvaluation, MixPolicy, Refusal, Weights
-from tilewright.data.mixing.limits import MixLimits
+from tilewright.data.mixing.mixing_policy import MixDecision, MixEvaluation, MixPolicy, Refusal, Weights
+from tilewright.data.mixing.weight_limits import MixLimits
 
 _SAME = 1e-9
 _NEAR = 1e-4  # of a goal that smoothing approaches

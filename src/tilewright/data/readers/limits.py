@@ -42,10 +42,10 @@ class ReadLimits:
 class ReadOptions:
     """Options of the readers of a data build beyond the plain text and facts of a file.
 
-    `suffixes` says what files of a suffix are (`kinds.KINDS`), before what is known of it. `text_field` is the field
-    of rows that holds the text. `image_size` asks for pixels: uint8 [3, size, size], the middle square scaled; 0: none.
-    `log_mel` asks for float32 [frames, num_mels] of windows of `window_ms` milliseconds each `hop_ms`. `language` asks
-    for the language of texts.
+    `suffixes` says what files of a suffix are (`file_kinds.KINDS`), before what is known of it. `text_field` is the
+    field of rows that holds the text. `image_size` asks for pixels: uint8 [3, size, size], the middle square scaled; 0:
+    none. `log_mel` asks for float32 [frames, num_mels] of windows of `window_ms` milliseconds each `hop_ms`. `language`
+    asks for the language of texts.
     """
 
     text_field: str | None = "text"

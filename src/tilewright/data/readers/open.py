@@ -9,16 +9,16 @@ from typing import Any
 
 from tilewright.core.errors import is_of_machine
 from tilewright.data.common.records import Record, Rejected
-from tilewright.data.readers.entry import Entry, Span, need_package
-from tilewright.data.readers.kinds import HEAD_BYTES, kind_of
+from tilewright.data.readers.file_entry import Entry, Span, need_package
+from tilewright.data.readers.file_kinds import HEAD_BYTES, kind_of
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.media.audio import read_audio
 from tilewright.data.readers.media.captions import described_file
 from tilewright.data.readers.media.images import read_image
-from tilewright.data.readers.scratch import temporary_error
-from tilewright.data.readers.text.documents import read_book, read_html, read_notebook, read_pdf, read_word
+from tilewright.data.readers.temporary_files import temporary_error
+from tilewright.data.readers.text.parsed_documents import read_book, read_html, read_notebook, read_pdf, read_word
 from tilewright.data.readers.text.plain import read_markdown, read_text
-from tilewright.data.readers.text.rows import read_rows
+from tilewright.data.readers.text.text_rows import read_rows
 from tilewright.data.readers.unpack import unpack_compressed, unpack_tar, unpack_zip
 from tilewright.data.readers.web_archive import unpack_warc
 

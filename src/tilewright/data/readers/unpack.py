@@ -15,9 +15,9 @@ from typing import IO, Any, cast
 
 from tilewright.data.common.records import Rejected
 from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
-from tilewright.data.readers.entry import Entry
-from tilewright.data.readers.kinds import COMPRESSED_MAGIC
-from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
+from tilewright.data.readers.file_entry import Entry
+from tilewright.data.readers.file_kinds import COMPRESSED_MAGIC
+from tilewright.data.readers.temporary_files import ScratchFile, ScratchFolder
 from tilewright.data.sources.decompress import FREE_EXPANSION, decompressed
 from tilewright.data.sources.documents import printable
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import IO
 
 from tilewright.data.common.records import Rejected
-from tilewright.data.readers.entry import Entry
-from tilewright.data.readers.scratch import ScratchFile, ScratchFolder
+from tilewright.data.readers.file_entry import Entry
+from tilewright.data.readers.temporary_files import ScratchFile, ScratchFolder
 from tilewright.data.readers.unpack import UnpackBudget
 from tilewright.data.sources.documents import printable
 

@@ -14,7 +14,7 @@ from typing import Any
 from tilewright.core.errors import is_damage
 from tilewright.data.common.limited_process import LimitedProcess, serve
 from tilewright.data.readers.damage import PARSER_ERRORS, failure
-from tilewright.data.readers.text import packed, parse
+from tilewright.data.readers.text import html_and_pdf, notebooks_and_books
 
 
 @lru_cache(maxsize=1)
@@ -31,16 +31,16 @@ def _answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     try:
         kind, most = request["kind"], request.get("max_bytes", 0)
         if kind == "html":
-            yield parse.html_document(request["html"])
+            yield html_and_pdf.html_document(request["html"])
         elif kind == "notebook":
-            yield packed.notebook_document(request["text"])
+            yield notebooks_and_books.notebook_document(request["text"])
         elif kind == "docx":
-            yield packed.word_document(request["path"], most)
+            yield notebooks_and_books.word_document(request["path"], most)
         elif kind == "epub":
-            yield from packed.book_chapters(request["path"], most)
+            yield from notebooks_and_books.book_chapters(request["path"], most)
         else:
-            yield from parse.pdf_pages(request["path"], request["max_pages"], most)
-    except packed.TooLargeError as error:
+            yield from html_and_pdf.pdf_pages(request["path"], request["max_pages"], most)
+    except notebooks_and_books.TooLargeError as error:
         yield {"error": str(error), "large": True}
     except PARSER_ERRORS as error:
         if isinstance(error, OSError) and not is_damage(error):  # for the process that asked to raise

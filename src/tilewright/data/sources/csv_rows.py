@@ -14,9 +14,9 @@ import pyarrow.csv as pc
 
 from tilewright.data.common.records import Record, Rejected, rejected, text_of
 from tilewright.data.sources.decompress import utf8_pieces
+from tilewright.data.sources.file_lines import LONGEST_LINE
 from tilewright.data.sources.json_rows import whole_row
-from tilewright.data.sources.lines import LONGEST_LINE
-from tilewright.data.sources.tables import damage_in
+from tilewright.data.sources.parquet_and_arrow import damage_in
 
 
 class _Pieces(io.RawIOBase):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tilewright.data.common.records import Record, Rejected, rejected, text_of
-from tilewright.data.sources.wanted import Wanted, wanted
+from tilewright.data.sources.path_purpose import Wanted, wanted
 
 MAX_DOCUMENT_CHARS = 65_536
 """Longer texts are cut into documents of at most this many characters, at a blank line where there is one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tilewright.data.common.records import Record, Rejected, rejected, text_of
 from tilewright.data.sources.decompress import utf8_pieces
-from tilewright.data.sources.lines import LONGEST_LINE, streamed_lines, too_long
+from tilewright.data.sources.file_lines import LONGEST_LINE, streamed_lines, too_long
 
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?\Z))|[\[\]{},]', re.DOTALL)
 

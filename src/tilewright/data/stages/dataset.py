@@ -22,17 +22,17 @@ from tilewright.data.common.npy_writer import NpyWriter
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.corpus.account import TYPES, file_type, most_bytes
 from tilewright.data.dataset.compressors import compressor_bits
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Every, Folders, FoundValue, Only, StageInput, one_unit
-from tilewright.data.engine.inputs import Listing
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_files import Listing
+from tilewright.data.engine.declared_inputs import Every, Folders, FoundValue, Only, StageInput, one_unit
+from tilewright.data.engine.record_tables import REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.stages.chat.render import EXAMPLE, RENDERINGS, ChatFacts
-from tilewright.data.stages.copies.exact import shard_of
+from tilewright.data.stages.copies.exact_copies import shard_of
 from tilewright.data.stages.encode import SPLIT_NAMES
 from tilewright.data.stages.media import media_shards, publish_media
-from tilewright.data.stages.order import encoding, rejecting, with_tokenizer
-from tilewright.data.stages.split.stage import source_label
+from tilewright.data.stages.split.split_stage import source_label
+from tilewright.data.stages.stage_order import encoding, rejecting, with_tokenizer
 
 TOKENS = "tokens"
 DOCUMENT_COLUMNS = (

@@ -21,22 +21,22 @@ import tokenizers
 from tilewright.core.atomic_io import hash_file
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, in_batches, with_ranks
 from tilewright.data.common.filter import DropReason
+from tilewright.data.common.guarded_tokenizer import TokenizerError
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.ranked_bpe import tiktoken_version
-from tilewright.data.common.reading import TokenizerError
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.account import LIMIT, TOO_SMALL
-from tilewright.data.engine.config import ChunkSection
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Every, NoEffect, Only, Same, StageInput, one_unit, per_shard
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_settings import ChunkSection
+from tilewright.data.engine.declared_inputs import Every, NoEffect, Only, Same, StageInput, one_unit, per_shard
+from tilewright.data.engine.record_tables import RECORDS, REJECTS, TableWriter, batches, rows
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, batches, rows
-from tilewright.data.stages.copies.exact import doc_of, row_of, shard_of
-from tilewright.data.stages.kept import SCORES, reject_of
-from tilewright.data.stages.order import last_kept
-from tilewright.data.stages.split.stage import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.stages.copies.exact_copies import doc_of, row_of, shard_of
+from tilewright.data.stages.kept_records import SCORES, reject_of
+from tilewright.data.stages.split.split_stage import DROPPED, HELD, LEFT, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.stages.stage_order import last_kept
 from tilewright.data.stages.text.windows import Window, windows
 
 SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}

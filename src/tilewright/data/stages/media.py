@@ -16,14 +16,14 @@ import pyarrow as pa
 
 from tilewright.data.common.npy_writer import NpyWriter
 from tilewright.data.common.records import Record
-from tilewright.data.engine.config import MediaSection
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Only, Same
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_settings import MediaSection
+from tilewright.data.engine.declared_inputs import Only, Same
+from tilewright.data.engine.record_tables import TableWriter, batches, rows
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import TableWriter, batches, rows
-from tilewright.data.engine.units import link_or_copy
-from tilewright.data.stages.order import last_kept
-from tilewright.data.stages.split.stage import HELD, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.engine.unit_folders import link_or_copy
+from tilewright.data.stages.split.split_stage import HELD, SHOWN, SHOWN_HELD, TRAIN
+from tilewright.data.stages.stage_order import last_kept
 
 KINDS: tuple[str, ...] = ("pixels", "log_mel")
 _WHERE = [pa.field("first", pa.int64()), pa.field("count", pa.int64())]

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tilewright.data.dataset.remote.index import write_shards
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Only
+from tilewright.data.dataset.remote.shard_index import write_shards
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.declared_inputs import Only
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.stages.chat.render import RENDER, TEMPLATE
-from tilewright.data.stages.copies.exact import DIGESTS, EXACT
+from tilewright.data.stages.copies.exact_copies import DIGESTS, EXACT
 from tilewright.data.stages.copies.images import IMAGES
-from tilewright.data.stages.copies.near import NEAR, SHINGLES, VERIFY
+from tilewright.data.stages.copies.near_copies import NEAR, SHINGLES, VERIFY
 from tilewright.data.stages.copies.sketches import PAIRS, SKETCHES
 from tilewright.data.stages.copies.unique import UNIQUE
 from tilewright.data.stages.dataset import DATASET_STAGE, TOKENS
@@ -24,11 +24,11 @@ from tilewright.data.stages.encode import ENCODE, ENCODER_CHOICE, TOKENIZER
 from tilewright.data.stages.media import GATHER_MEDIA
 from tilewright.data.stages.read import READ
 from tilewright.data.stages.scores.stages import QUALITY_AND_NOISE, SAMPLE
-from tilewright.data.stages.split.stage import SPLIT
-from tilewright.data.stages.text.lines import COMMON_LINES, LINES
-from tilewright.data.stages.text.own import FILTERS
+from tilewright.data.stages.split.split_stage import SPLIT
 from tilewright.data.stages.text.repair import REPAIR
+from tilewright.data.stages.text.repeated_lines import COMMON_LINES, LINES
 from tilewright.data.stages.text.rules import RULES
+from tilewright.data.stages.text.user_filters import FILTERS
 
 SHARDS = "shards"
 """Name of the stage, and of the folder of a dataset."""

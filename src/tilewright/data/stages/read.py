@@ -16,13 +16,13 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine
 from tilewright.data.common.records import Record, Rejected
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import AddedSetting, StageInput, per_shard
-from tilewright.data.engine.inputs import Item
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_files import Item
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.declared_inputs import AddedSetting, StageInput, per_shard
+from tilewright.data.engine.record_tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
-from tilewright.data.readers.entry import Span
+from tilewright.data.readers.file_entry import Span
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.open import UNREADABLE, read_file
 from tilewright.data.sources.documents import cut

@@ -13,7 +13,7 @@ from pathlib import Path
 import tokenizers
 
 from tilewright.data.chat.load import named_tokens
-from tilewright.data.common.reading import Reader, reader_of
+from tilewright.data.common.guarded_tokenizer import Reader, reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG
 

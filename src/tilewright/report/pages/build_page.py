@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.data.dataset.account import (
+from tilewright.data.dataset.build_account import (
     MODALITIES,
     NO_DOMAIN,
     BuildAccount,

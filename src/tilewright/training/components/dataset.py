@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from tilewright.core.config.recipe import DataSection, Recipe
-from tilewright.data.chat.rows import PREFERENCES
+from tilewright.data.chat.chat_rows import PREFERENCES
 from tilewright.data.corpus.account import account_line
 from tilewright.data.corpus.chat import first_shape
-from tilewright.data.dataset.prepared import PreparedData
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.data.dataset.prepared_images import PreparedImages
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.data.dataset.remote.prepared_shards import Streaming
 from tilewright.data.prepare import prepare
-from tilewright.data.sources.wanted import wanted
+from tilewright.data.sources.path_purpose import wanted
 from tilewright.models.folder.resolve import local_folder
 from tilewright.training.components.recipe_tokenizer import check_rows, tokenizer_path
 from tilewright.training.executor.evaluate import HeldOut

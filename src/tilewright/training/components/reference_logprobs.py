@@ -18,7 +18,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError
 from tilewright.core.log import say
 from tilewright.core.units import format_seconds
-from tilewright.data.common.cache import cached, damage
+from tilewright.data.common.cache_entries import cached, damage
 from tilewright.data.common.progress import timed
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.models.base.eval_mode import evaluation

@@ -16,7 +16,7 @@ from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.batches.state.move_log import FILE as LOG
 from tilewright.data.batches.state.move_log import MoveLog
 from tilewright.data.batches.state.stream_state import asked_skips
-from tilewright.data.batches.steps import Rows
+from tilewright.data.batches.step_samples import Rows
 from tilewright.data.batches.stream import Stream
 from tilewright.data.dataset.open_built import built_at
 from tilewright.data.prepare import prepare

@@ -21,7 +21,7 @@ from tilewright.core.errors import DataError
 from tilewright.core.log import say
 from tilewright.data.chat.load import folder_templates
 from tilewright.data.chat.template import ChatTemplate, stops_of
-from tilewright.data.common.reading import reader_of
+from tilewright.data.common.guarded_tokenizer import reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER
 from tilewright.models.folder.resolve import local_folder

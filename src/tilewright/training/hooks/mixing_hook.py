@@ -10,9 +10,9 @@ from typing import Any
 
 from tilewright.data.batches.rank_sums import SumsOfRanks
 from tilewright.data.batches.stream import Stream
-from tilewright.data.mixing.base import DomainSeen, MixEvaluation, change_line
-from tilewright.data.mixing.fixed import Static
+from tilewright.data.mixing.fixed_weights import Static
 from tilewright.data.mixing.mixer import Mixer
+from tilewright.data.mixing.mixing_policy import DomainSeen, MixEvaluation, change_line
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook
 

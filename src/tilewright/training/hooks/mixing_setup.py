@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from tilewright.data.batches.rank_sums import SumsOfRanks
-from tilewright.data.dataset.prepared import PreparedData
-from tilewright.data.mixing.base import shares
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.data.mixing.choose import mixer_of
+from tilewright.data.mixing.mixing_policy import shares
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.hooks.base import StepHook

@@ -12,7 +12,7 @@ import torch
 from tilewright.core.config.recipe import Recipe
 from tilewright.data.batches.microbatches import Batch
 from tilewright.data.common.tokenizer import Tokenizer
-from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.models.base.output_head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import longest_text

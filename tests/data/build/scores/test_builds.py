@@ -9,8 +9,8 @@ import pytest
 from tests.data.build.corpora import build, settings
 from tests.data.build.scores.texts import all_three, story, write_scored_corpus, write_texts
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.dataset.account import build_account
-from tilewright.data.engine.config import load_data_toml
+from tilewright.data.dataset.build_account import build_account
+from tilewright.data.engine.build_settings import load_data_toml
 from tilewright.report.pages.build_page import render_build
 
 pytest.importorskip("sklearn")

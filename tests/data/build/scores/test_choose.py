@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
-from tilewright.data.engine.config import QualitySection, SampleSection
-from tilewright.data.stages.scores.choose import ScoreRanks, count_scores
-from tilewright.data.stages.scores.judges import chances, noise_judge, quality_judge, sample_judge
+from tilewright.data.engine.build_settings import QualitySection, SampleSection
+from tilewright.data.stages.scores.keep_by_score import ScoreRanks, count_scores
+from tilewright.data.stages.scores.score_decisions import chances, noise_judge, quality_judge, sample_judge
 
 
 def digests(num: int, seed: int = 0) -> np.ndarray:

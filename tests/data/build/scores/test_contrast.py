@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.data.build.scores.texts import story
 from tests.draws import examples
 from tilewright.core.errors import DataError
-from tilewright.data.engine.config import NoiseSection
+from tilewright.data.engine.build_settings import NoiseSection
 from tilewright.data.stages.scores.contrast import (
     LEAST_FOR_LOSS,
     area,

@@ -11,8 +11,8 @@ from tests.data.build.corpora import build, build_as_ranks, digest, settings
 from tests.data.build.scores.texts import all_three, shouted, write_scored_corpus
 from tests.data.build.test_kill import kill_until_whole
 from tilewright.core.errors import DataError
-from tilewright.data.dataset.account import build_account
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.dataset.build_account import build_account
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 
 pytest.importorskip("sklearn")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import CLI, Loaded, load_recipe
 from tilewright.core.errors import ConfigError
-from tilewright.data.chat.rows import PREFERENCES
+from tilewright.data.chat.chat_rows import PREFERENCES
 from tilewright.data.corpus.chat import first_shape
-from tilewright.data.dataset.prepared import PreparedData
+from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.models.build import kind_of
 from tilewright.models.folder.resolve import local_folder, split_name
 from tilewright.training.components.model import pinned

@@ -37,7 +37,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     from tilewright.cli.app import check_one_process
     from tilewright.data.common.progress import ProgressBar
     from tilewright.data.corpus.account import account_line
-    from tilewright.data.engine.config import load_data_toml
+    from tilewright.data.engine.build_settings import load_data_toml
     from tilewright.data.engine.run import build_dataset
 
     if executor != "rank":
@@ -49,7 +49,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
         content = build_dataset(loaded, folder, running, progress)
     if not chosen.is_first:
         return
-    from tilewright.data.dataset.account import build_account
+    from tilewright.data.dataset.build_account import build_account
     from tilewright.report.pages.build_page import write_build_page
 
     account = build_account(folder)
@@ -76,7 +76,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
 
 def _executor(name: str, processes: int | None) -> Any:
     """The `UnitExecutor` of that name, a context manager."""
-    from tilewright.data.engine.executors.local import LocalExecutor
+    from tilewright.data.engine.executors.local_processes import LocalExecutor
     from tilewright.data.engine.executors.on_ray import RayExecutor
     from tilewright.data.engine.executors.rank import RankExecutor
 

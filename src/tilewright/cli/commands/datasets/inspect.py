@@ -67,7 +67,7 @@ def inspect_data(
 
 def _overview(folder: Path, summary: dict[str, Any]) -> None:
     from tilewright.data.corpus.account import account_line
-    from tilewright.data.dataset.account import MODALITIES, NO_DOMAIN, reasons_of
+    from tilewright.data.dataset.build_account import MODALITIES, NO_DOMAIN, reasons_of
 
     echo(account_line(summary))
     rows = []
@@ -116,7 +116,7 @@ def _rows(folder: Path, kind: str, wanted: str, most: int, as_json: bool) -> Non
 
 def _none(folder: Path, kind: str, wanted: str) -> DataError:
     """Nothing matches: the reasons that there are, and the one that was meant."""
-    from tilewright.data.dataset.account import reasons_of
+    from tilewright.data.dataset.build_account import reasons_of
     from tilewright.data.dataset.open_built import find_records
 
     option, other = ("--reject", "--record") if kind == "rejects" else ("--record", "--reject")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tilewright.core.errors import CheckpointError
-from tilewright.data.batches.mix import Mixture, MixtureStage
+from tilewright.data.batches.mixture_order import Mixture, MixtureStage
 from tilewright.data.batches.state.move_log import Mark, Row, unreadable
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.common.cache import cached
+from tilewright.data.common.cache_entries import cached
 from tilewright.data.common.progress import timed
 from tilewright.data.dataset.open_built import check_domains, check_tokenizer
 from tilewright.data.dataset.remote.address import Remote, is_address
-from tilewright.data.dataset.remote.dataset import RemoteDataset, bring, check_alike, find_dataset, fingerprint
 from tilewright.data.dataset.remote.prepared_shards import PreparedShards, Streaming
+from tilewright.data.dataset.remote.remote_dataset import RemoteDataset, bring, check_alike, find_dataset, fingerprint
 
 _FORMAT = 1  # of the cache entry
 SHARDS = "shards"

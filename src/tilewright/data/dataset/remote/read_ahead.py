@@ -16,10 +16,10 @@ from pathlib import Path
 from tilewright.core.errors import DataError
 from tilewright.core.log import get_logger
 from tilewright.core.units import format_bytes
-from tilewright.data.batches.mix import Mixture
+from tilewright.data.batches.mixture_order import Mixture
 from tilewright.data.dataset.remote.address import DamagedFileError, Remote, SourceAwayError
-from tilewright.data.dataset.remote.index import TokenShard
 from tilewright.data.dataset.remote.shard_cache import ShardCache
+from tilewright.data.dataset.remote.shard_index import TokenShard
 from tilewright.data.dataset.remote.window_plan import WindowPlan
 from tilewright.data.dataset.remote.windows import WindowedOrder
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewright.data.dataset.remote.index import ShardIndex
 from tilewright.data.dataset.remote.read_ahead import Unreadable
+from tilewright.data.dataset.remote.shard_index import ShardIndex
 
 _MORE = 64  # arrays that are kept open beside those in use
 Arrays = tuple[np.ndarray, np.ndarray | None]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tilewright.data.batches.mix import BLOCK, Mixture
+from tilewright.data.batches.mixture_order import BLOCK, Mixture
 from tilewright.data.dataset.remote.windows import WindowedOrder
 
 _MOST_BLOCKS = 64  # that are looked at in one call

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilewright.data.batches.mix import permute
+from tilewright.data.batches.mixture_order import permute
 from tilewright.data.common.hashing import hash64
 
 _ORDER, _INSIDE = 3, 4  # what hashes are of; `mix` has 1 and 2

@@ -19,9 +19,9 @@ from tilewright import __version__
 from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.core.log import get_logger
-from tilewright.data.engine.context import WORK, Context
-from tilewright.data.engine.executors.base import Done, Unit
-from tilewright.data.engine.executors.pooled import PooledExecutor
+from tilewright.data.engine.build_context import WORK, Context
+from tilewright.data.engine.executors.build_executor import Done, Unit
+from tilewright.data.engine.executors.killable_workers import PooledExecutor
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.stages.scores import settings as scores
 

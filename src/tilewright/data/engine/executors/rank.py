@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 
 from tilewright.core.log import get_logger
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.executors.base import Done, Unit
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.executors.build_executor import Done, Unit
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.engine.stage import BuildStage
 
 log = get_logger(__name__)

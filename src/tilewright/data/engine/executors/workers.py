@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from tilewright.data.engine.inputs import Item
+from tilewright.data.engine.build_files import Item
 from tilewright.data.engine.stage import UnitWork
-from tilewright.data.engine.units import Units
+from tilewright.data.engine.unit_folders import Units
 from tilewright.data.stages.read import read_item
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.dataset.open_built import DATASET
-from tilewright.data.engine.config import DataBuild, load_data_toml
-from tilewright.data.engine.executors.local import LocalExecutor
+from tilewright.data.engine.build_settings import DataBuild, load_data_toml
+from tilewright.data.engine.executors.local_processes import LocalExecutor
 from tilewright.data.engine.run import PARTS, build_dataset
-from tilewright.data.engine.units import link_or_copy
+from tilewright.data.engine.unit_folders import link_or_copy
 from tilewright.data.sources.installed import InstalledText
 from tilewright.data.stages.chat.render import RENDER, TEMPLATE
 from tilewright.data.stages.plan import SHARDS, STAGES
-from tilewright.data.stages.text.own import FILTERS
+from tilewright.data.stages.text.user_filters import FILTERS
 
 SETTINGS = Path(__file__).with_name("installed.toml")
 _BYTES_PER_PROCESS = 4_000_000  # a process takes a second to start, which is what it reads and encodes 4 MB in

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tilewright.core.errors import is_of_machine
-from tilewright.data.readers.kinds import media_suffixes
+from tilewright.data.readers.file_kinds import media_suffixes
 from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
 from tilewright.data.sources.walk import stat_key
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
-from tilewright.data.readers.entry import Entry
+from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.media.captions import caption_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tilewright.data.common.records import Record, Rejected
-from tilewright.data.readers.entry import Entry
+from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.text.detect import declared_encoding
 from tilewright.data.readers.text.encodings import decode_text, is_suspect, undo_mojibake, wide_encoding_of
 from tilewright.data.sources.documents import looks_binary
-from tilewright.data.sources.lines import segment_lines
+from tilewright.data.sources.file_lines import segment_lines
 
 BLOCK_BYTES = 1 << 20
 """Text of a large file comes in records of about this size."""

@@ -21,24 +21,24 @@ import tokenizers
 
 from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
+from tilewright.data.chat.chat_rows import PREFERENCES
 from tilewright.data.chat.load import named_tokens, template_source
 from tilewright.data.chat.render import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
-from tilewright.data.chat.rows import PREFERENCES
 from tilewright.data.chat.template import ChatTemplate
-from tilewright.data.chat.turns import ChatSample, Rendered
+from tilewright.data.chat.trained_tokens import ChatSample, Rendered
 from tilewright.data.common.encoder import in_batches
 from tilewright.data.common.filter import DropReason
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Only, Same, StageInput
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.declared_inputs import Only, Same, StageInput
+from tilewright.data.engine.record_tables import REJECTS, TableWriter
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import REJECTS, TableWriter
 from tilewright.data.stages.chat.rows import conversation_of, shapes_by_file
 from tilewright.data.stages.encode import RUNS, SPLIT_NAMES, UNUSED, KeptText, Shard, clusters_of
-from tilewright.data.stages.kept import reject_of
-from tilewright.data.stages.order import last_kept
+from tilewright.data.stages.kept_records import reject_of
+from tilewright.data.stages.stage_order import last_kept
 
 SETTING = "chat.template"
 RENDERINGS = pa.schema([*RUNS, *(pa.field(name, pa.int64()) for name in ("trained", "first", "document"))])

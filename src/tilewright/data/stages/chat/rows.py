@@ -6,9 +6,9 @@ Rules, filters, scores and the search for copies look at the text; what is train
 import json
 from dataclasses import replace
 
+from tilewright.data.chat.chat_rows import PREFERENCES, TABLES, RowReader, said
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import Row
-from tilewright.data.chat.rows import PREFERENCES, TABLES, RowReader, said
 from tilewright.data.common.records import Record, Rejected
 
 CONVERSATION = "conversation"

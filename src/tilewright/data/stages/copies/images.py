@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Every, FoundValue
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.declared_inputs import Every, FoundValue
+from tilewright.data.engine.record_tables import batches
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import batches
 from tilewright.data.readers.media.images import near_images
-from tilewright.data.stages.copies.exact import DROP, doc_of, drops_of, exact_ranges, row_of
-from tilewright.data.stages.copies.near import greedy
-from tilewright.data.stages.kept import survivors
-from tilewright.data.stages.order import before_copies
+from tilewright.data.stages.copies.exact_copies import DROP, doc_of, drops_of, exact_ranges, row_of
+from tilewright.data.stages.copies.near_copies import greedy
+from tilewright.data.stages.kept_records import survivors
+from tilewright.data.stages.stage_order import before_copies
 
 BITS = 64
 _IMAGE = np.dtype([("doc", "<u8"), ("hash", "<u8"), ("pixels", "<u8")])

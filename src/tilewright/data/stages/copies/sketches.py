@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.hashing import hash64, mix64
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import Every, FoundValue, Same, per_shard
-from tilewright.data.engine.ranges import num_ranges, read_range, write_ranges
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.declared_inputs import Every, FoundValue, Same, per_shard
+from tilewright.data.engine.hash_ranges import num_ranges, read_range, write_ranges
+from tilewright.data.engine.record_tables import batches
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import batches
-from tilewright.data.stages.copies.exact import doc_of, drops_of, exact_ranges, num_records, row_of
+from tilewright.data.stages.copies.exact_copies import doc_of, drops_of, exact_ranges, num_records, row_of
 from tilewright.data.stages.copies.minhash import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of
-from tilewright.data.stages.kept import survivors
-from tilewright.data.stages.order import before_copies
+from tilewright.data.stages.kept_records import survivors
+from tilewright.data.stages.stage_order import before_copies
 
 BAND = np.dtype([("key", "<u8"), ("doc", "<u8"), ("merit", "<u4")])
 """`merit`: bytes or quality of the record, see `merits`."""

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.filter import DropReason
-from tilewright.data.engine.declared import Every, Only, Same, per_shard
+from tilewright.data.engine.declared_inputs import Every, Only, Same, per_shard
+from tilewright.data.engine.record_tables import REJECTS, TableWriter, batches
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import REJECTS, TableWriter, batches
-from tilewright.data.stages.copies.exact import DROP, drops_of, exact_ranges, row_of, shard_of
+from tilewright.data.stages.copies.exact_copies import DROP, drops_of, exact_ranges, row_of, shard_of
 from tilewright.data.stages.copies.images import BITS, image_units
-from tilewright.data.stages.kept import KEPT, reject_of, survivors
-from tilewright.data.stages.order import before_copies
+from tilewright.data.stages.kept_records import KEPT, reject_of, survivors
+from tilewright.data.stages.stage_order import before_copies
 
 EXACT, NEAR, IMAGE = "exact duplicate", "near-copy", "near-copy of an image"
 _HELD = 64  # shards whose ids are in memory

@@ -20,7 +20,7 @@ import numpy as np
 
 from tilewright.core.errors import DataError
 from tilewright.data.common.hashing import hash64
-from tilewright.data.engine.config import NoiseSection
+from tilewright.data.engine.build_settings import NoiseSection
 from tilewright.data.stages.scores.classifier import LEAST_AUC, auc_error
 from tilewright.data.stages.scores.corruptions import KINDS
 from tilewright.data.stages.scores.ngram_model import NgramModel, bits_per_byte, train_ngrams

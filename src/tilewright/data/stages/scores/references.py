@@ -16,14 +16,14 @@ import xxhash
 from tilewright.core.log import get_logger
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.records import Record, text_of
-from tilewright.data.engine.config import DataBuild
-from tilewright.data.engine.inputs import Listing
-from tilewright.data.engine.tables import batches
+from tilewright.data.engine.build_files import Listing
+from tilewright.data.engine.build_settings import DataBuild
+from tilewright.data.engine.record_tables import batches
 from tilewright.data.sources.documents import cut
-from tilewright.data.sources.lines import segment_lines
-from tilewright.data.stages.copies.exact import doc_of
+from tilewright.data.sources.file_lines import segment_lines
+from tilewright.data.stages.copies.exact_copies import doc_of
 from tilewright.data.stages.read import read_item
-from tilewright.data.stages.text.repaired import repaired
+from tilewright.data.stages.text.repair_one import repaired
 
 log = get_logger(__name__)
 

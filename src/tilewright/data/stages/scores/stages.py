@@ -1,6 +1,6 @@
 """The stages that score records: for each score a model, the scores, their counts, and what stays.
 
-A stage that is off has no units, and what comes after it reads what came before it (`stages.order`).
+A stage that is off has no units, and what comes after it reads what came before it (`stages.stage_order`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tilewright.core.atomic_io import hash_file
-from tilewright.data.engine.context import Context
-from tilewright.data.engine.declared import (
+from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_files import Item, Listing
+from tilewright.data.engine.declared_inputs import (
     Every,
     FoundValue,
     Only,
@@ -23,13 +24,12 @@ from tilewright.data.engine.declared import (
     one_unit,
     per_shard,
 )
-from tilewright.data.engine.inputs import Item, Listing
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.stages.order import before_noise, before_quality
-from tilewright.data.stages.scores import choose, models
-from tilewright.data.stages.scores.judges import noise_judge, quality_judge, sample_judge
+from tilewright.data.stages.scores import fit_models, keep_by_score
 from tilewright.data.stages.scores.references import READING
+from tilewright.data.stages.scores.score_decisions import noise_judge, quality_judge, sample_judge
 from tilewright.data.stages.scores.settings import CORPUS
+from tilewright.data.stages.stage_order import before_noise, before_quality
 
 Count = Callable[[Context], int]
 
@@ -50,7 +50,7 @@ class References(StageInput):
                 found.append([setting, hash_file(Path(path)) if path and path != CORPUS else path])
         return found
 
-    def value(self, c: Context, i: int) -> models.References:
+    def value(self, c: Context, i: int) -> fit_models.References:
         found: dict[str, Listing | Path] = {}
         for setting, path in self._given(c):
             listing = c.references.get(setting)
@@ -85,7 +85,7 @@ class CorpusSample(StageInput):
         domains = getattr(c.build, self.section).domains
         return [c.every(named(self.stage, c)), c.every("repair"), c.listing.domains(), domains]
 
-    def value(self, c: Context, i: int) -> models.CorpusRecords:
+    def value(self, c: Context, i: int) -> fit_models.CorpusRecords:
         if not self._is_asked(c):
             return None
         domains, stage = getattr(c.build, self.section).domains, named(self.stage, c)
@@ -110,7 +110,7 @@ def _domains(c: Context, i: int) -> list[str]:
 
 
 def _score(
-    load: Callable[[Path], choose.Scorer],
+    load: Callable[[Path], keep_by_score.Scorer],
     section: str,
     index: int,
     settings: SimpleNamespace,
@@ -120,11 +120,11 @@ def _score(
     kept: Path,
     model: Path,
 ) -> Mapping[str, Any]:
-    return choose.score_records(records, kept, load(model), getattr(settings, section).domains, folder)
+    return keep_by_score.score_records(records, kept, load(model), getattr(settings, section).domains, folder)
 
 
 def _scores(
-    section: str, says: str, before: StageName, load: Callable[[Path], choose.Scorer], model: str
+    section: str, says: str, before: StageName, load: Callable[[Path], keep_by_score.Scorer], model: str
 ) -> BuildStage:
     """The stage that scores the records which stay after the stage `before`, by the model of the stage `model`."""
     inputs = {"records": Same("repair"), "kept": Same(before), "model": Only(model)}
@@ -135,7 +135,7 @@ def _scores(
 def _count(
     index: int, settings: SimpleNamespace, folder: Path, *, scores: Sequence[Path], domains: list[str]
 ) -> Mapping[str, Any]:
-    return choose.count_scores(list(zip(domains, scores, strict=True)), folder)
+    return keep_by_score.count_scores(list(zip(domains, scores, strict=True)), folder)
 
 
 def _counts(section: str, says: str, units: Count) -> BuildStage:
@@ -153,22 +153,22 @@ def _choose_quality(
     scores: Path,
     counts: Sequence[Path],
 ) -> Mapping[str, Any]:
-    ranks = choose.ScoreRanks.load(counts[0]) if len(counts) else None
+    ranks = keep_by_score.ScoreRanks.load(counts[0]) if len(counts) else None
     judge = quality_judge(settings.quality, ranks)
-    return choose.choose_records(records, kept, scores, choose.QUALITY, judge, folder)
+    return keep_by_score.choose_records(records, kept, scores, keep_by_score.QUALITY, judge, folder)
 
 
 def _choose_noise(
     index: int, settings: SimpleNamespace, folder: Path, *, records: Path, kept: Path, scores: Path, threshold: float
 ) -> Mapping[str, Any]:
-    return choose.choose_records(records, kept, scores, choose.CONTRAST, noise_judge(threshold), folder)
+    return keep_by_score.choose_records(records, kept, scores, keep_by_score.CONTRAST, noise_judge(threshold), folder)
 
 
 def _choose_sample(
     index: int, settings: SimpleNamespace, folder: Path, *, records: Path, kept: Path, scores: Path, counts: Path
 ) -> Mapping[str, Any]:
-    judge = sample_judge(settings.sample, choose.ScoreRanks.load(counts))
-    return choose.choose_records(records, kept, scores, choose.BITS, judge, folder)
+    judge = sample_judge(settings.sample, keep_by_score.ScoreRanks.load(counts))
+    return keep_by_score.choose_records(records, kept, scores, keep_by_score.BITS, judge, folder)
 
 
 def _chosen(section: str, before: StageName) -> dict[str, StageInput]:
@@ -177,16 +177,16 @@ def _chosen(section: str, before: StageName) -> dict[str, StageInput]:
 
 
 def _threshold(c: Context, i: int) -> float:
-    return models.noise_threshold(c.folder("noise_threshold"))
+    return fit_models.noise_threshold(c.folder("noise_threshold"))
 
 
 QUALITY_AND_NOISE = (
     BuildStage(
-        *("quality_model", "training the quality model", 1, _units("quality", one_unit), models.make_quality),
+        *("quality_model", "training the quality model", 1, _units("quality", one_unit), fit_models.make_quality),
         ("quality.example_bytes", "quality.allow_weak", *READING),
         {"references": References(tuple(f"quality.{name}" for name in ("good", "bad", "labelled", "model")))},
     ),
-    _scores("quality", "scoring quality", before_quality, models.quality_scorer, "quality_model"),
+    _scores("quality", "scoring quality", before_quality, fit_models.quality_scorer, "quality_model"),
     _counts("quality", "counting quality scores", _counted),
     BuildStage(
         *("quality", "dropping by quality", 1, _units("quality", per_shard), _choose_quality),
@@ -194,7 +194,7 @@ QUALITY_AND_NOISE = (
         _chosen("quality", before_quality) | {"counts": Every("quality_counts", _counted)},
     ),
     BuildStage(
-        *("noise_models", "training the noise filter", 2, _units("noise", one_unit), models.make_noise),
+        *("noise_models", "training the noise filter", 2, _units("noise", one_unit), fit_models.make_noise),
         (*(f"noise.{name}" for name in ("kinds", "order", "reference_bytes", "allow_weak")), *READING),
         {
             "references": References(("noise.clean", "noise.noisy")),
@@ -202,11 +202,11 @@ QUALITY_AND_NOISE = (
         },
     ),
     BuildStage(
-        *("noise_threshold", "measuring the noise filter", 2, _units("noise", one_unit), models.verify_noise),
+        *("noise_threshold", "measuring the noise filter", 2, _units("noise", one_unit), fit_models.verify_noise),
         ("noise.clean_loss", "noise.threshold", "noise.allow_weak"),
         {"models": Only("noise_models"), "of_corpus": FoundValue(lambda c, i: c.build.noise.clean == CORPUS)},
     ),
-    _scores("noise", "scoring noise", before_noise, models.contrast_scorer, "noise_models"),
+    _scores("noise", "scoring noise", before_noise, fit_models.contrast_scorer, "noise_models"),
     BuildStage(
         *("noise", "dropping noise", 1, _units("noise", per_shard), _choose_noise),
         inputs=_chosen("noise", before_noise) | {"threshold": FoundValue(_threshold)},
@@ -216,14 +216,14 @@ QUALITY_AND_NOISE = (
 
 SAMPLE = (
     BuildStage(
-        *("sample_model", "training the model to sample by", 1, _units("sample", one_unit), models.make_reference),
+        *("sample_model", "training the model to sample by", 1, _units("sample", one_unit), fit_models.make_reference),
         ("sample.order", "sample.reference_bytes", *READING),
         {
             "references": References(("sample.reference",)),
             "corpus": CorpusSample("sample", "reference", "unique"),
         },
     ),
-    _scores("sample", "measuring bits per byte", "unique", models.bits_scorer, "sample_model"),
+    _scores("sample", "measuring bits per byte", "unique", fit_models.bits_scorer, "sample_model"),
     _counts("sample", "counting bits per byte", _units("sample", one_unit)),
     BuildStage(
         *("sample", "sampling", 1, _units("sample", per_shard), _choose_sample),

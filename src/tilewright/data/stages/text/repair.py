@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from tilewright.data.common.filter import DropReason
-from tilewright.data.engine.declared import Every, Same, per_shard
+from tilewright.data.engine.declared_inputs import Every, Same, per_shard
+from tilewright.data.engine.record_tables import RECORDS, REJECTS, TableWriter, rows
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import RECORDS, REJECTS, TableWriter, rows
-from tilewright.data.stages.kept import reject_of
-from tilewright.data.stages.text.lines import line_ranges, load_common
-from tilewright.data.stages.text.repaired import repaired, without_lines
+from tilewright.data.stages.kept_records import reject_of
+from tilewright.data.stages.text.repair_one import repaired, without_lines
+from tilewright.data.stages.text.repeated_lines import line_ranges, load_common
 
 STAGE = "repair"
 _BLANK = DropReason("blank record", 0.0, 1.0)

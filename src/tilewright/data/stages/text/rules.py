@@ -16,12 +16,12 @@ import xxhash
 from tilewright.core.errors import ConfigError
 from tilewright.data.common.filter import DropReason, RecordFilter
 from tilewright.data.common.records import Record
-from tilewright.data.engine.config import RulesSection
-from tilewright.data.engine.declared import Same, per_shard
+from tilewright.data.engine.build_settings import RulesSection
+from tilewright.data.engine.declared_inputs import Same, per_shard
+from tilewright.data.engine.record_tables import REJECTS, TableWriter, record_of, rows
 from tilewright.data.engine.stage import BuildStage
-from tilewright.data.engine.tables import REJECTS, TableWriter, record_of, rows
-from tilewright.data.stages.kept import KEPT, reject_of
-from tilewright.data.stages.text.measures import MEASURES, Measured
+from tilewright.data.stages.kept_records import KEPT, reject_of
+from tilewright.data.stages.text.text_measures import MEASURES, Measured
 
 STAGE = "rules"
 _NUM_BINS = 32
