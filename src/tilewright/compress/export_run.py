@@ -49,7 +49,7 @@ def export_run(
     limits: ConsumerLimits | None = None,
     on_row: Callable[[Row], object] = lambda row: None,
 ) -> Row:
-    """Write and prove the targets; the record, which is in exports.json too.
+    """Export a run: write and prove the targets; the record, which is in exports.json too.
 
     Args:
         source: the opened run.
@@ -119,7 +119,7 @@ def export_run(
 
 
 def check_proofs(record: Row, targets: Sequence[Target]) -> None:
-    """Raise where an artefact of these targets failed.
+    """Check an export run: raise where an artefact of these targets failed.
 
     Args:
         record: of `export_run`.
@@ -154,7 +154,8 @@ def _failed(row: Row) -> Problem:
 
 
 def check_finite(source: ExportSource) -> None:
-    """Raise where a weight is NaN or infinite: no format would hold it, and no consumer could say so.
+    """Check weights before an export run: raise where one is NaN or infinite: no format would hold it, and no consumer
+    could say so.
 
     Raises:
         NumericsError: one is.
@@ -172,7 +173,7 @@ def check_finite(source: ExportSource) -> None:
 
 
 def fp32_bytes(source: ExportSource) -> int:
-    """Bytes of the weights in FP32, tied ones once."""
+    """Bytes of the exported run's weights in FP32, tied ones once."""
     return 4 * sum(param.numel() for param in source.model.parameters())  # type: ignore[attr-defined]
 
 
@@ -188,7 +189,7 @@ def _in_words(error: CheckpointError) -> str:
 
 
 def _kept(source: ExportSource, targets: Sequence[Target]) -> list[Row]:
-    """Rows of an earlier export of the same checkpoint, of other targets. What they were measured on stays with
+    """Rows of an earlier export run of the same checkpoint, of other targets. What they were measured on stays with
     them."""
     before = read_exports(source.run) or {}
     if before.get("checkpoint") != source.checkpoint.name:
@@ -199,7 +200,7 @@ def _kept(source: ExportSource, targets: Sequence[Target]) -> list[Row]:
 
 
 def _clock() -> float | None:
-    """MHz of the CPU now, as the kernel reports it; None where it does not."""
+    """MHz of the CPU during an export run, as the kernel reports it; None where it does not."""
     clock = psutil.cpu_freq()
     return round(clock.current) if clock else None
 
@@ -221,7 +222,7 @@ def _proof(source: ExportSource, folder: Path, threads: int, limits: ConsumerLim
 
 
 def vocabulary_size(source: ExportSource) -> int:
-    """Rows of the embedding."""
+    """Rows of the embedding of the exported model: its vocabulary's size."""
     model = source.model
     return model.config.vocab_size  # type: ignore[attr-defined]
 
@@ -314,7 +315,8 @@ _LOGGERS = ("torch", "torchao", "executorch", "onnxscript", "onnxruntime", "open
 
 @contextmanager
 def quiet_converters(*, show: bool = False) -> Iterator[None]:
-    """Inside, libraries that convert models log errors only, and warn of nothing; afterwards all is as it was.
+    """Inside, for an export run, libraries that convert models log errors only, and warn of nothing; afterwards all is
+    as it was.
 
     Args:
         show: change nothing.

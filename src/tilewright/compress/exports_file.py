@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def read_exports(run: Path) -> Row | None:
-    """The record of a run; None where nothing was exported, or the file is of another format or corrupt."""
+    """Read exports.json of a run; None where nothing was exported, or the file is of another format or corrupt."""
     try:
         found = json.loads((run / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -33,7 +33,7 @@ def read_exports(run: Path) -> Row | None:
 
 
 def write_exports(run: Path, record: Mapping[str, Any]) -> None:
-    """Write the record of a run.
+    """Write exports.json of a run.
 
     Raises:
         OSError: it cannot be written.
@@ -42,7 +42,8 @@ def write_exports(run: Path, record: Mapping[str, Any]) -> None:
 
 
 def change_since(row: Mapping[str, Any], run: Path) -> str | None:
-    """The change of an artefact after its row was written, in words; None where it is the proven one."""
+    """The change of an artefact after its row in exports.json was written, in words; None where it is the proven
+    one."""
     if not row.get("path") or not row.get("hash"):
         return None
     path = run / str(row["path"])

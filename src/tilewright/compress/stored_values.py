@@ -21,7 +21,7 @@ Stored = Callable[[str, nn.Module, Tensor], Tensor]
 
 @torch.no_grad()
 def with_stored(model: Any, stored: Stored) -> Any:
-    """A copy of a model in FP32 whose parameters are what `stored` returns.
+    """A copy of a model in FP32 whose parameters are the stored values that `stored` returns.
 
     Args:
         model: a module, left alone.
@@ -46,8 +46,8 @@ def with_stored(model: Any, stored: Stored) -> Any:
 
 
 def in_int8(model: Any) -> Any:
-    """A copy with linear layers and the ids' table in INT8 with a scale per row, routers as they were: what
-    `onnx.int8_columns` stores."""
+    """A copy with the values that INT8 stores: linear layers and the ids' table with a scale per row, routers as they
+    were: see `onnx.int8_columns`."""
     routers = {id(module) for module in find_routers(model)}
     heads = {id(head.weight) for head in find_heads(model)}
     rows = max((len(head.weight) for head in find_heads(model)), default=0)
@@ -61,7 +61,7 @@ def in_int8(model: Any) -> Any:
 
 
 def in_codes(model: Any, codes: Mapping[str, IntegerTensor], rest: Stored) -> Any:
-    """A copy with the values of codes where there are any, and `rest` elsewhere."""
+    """A copy with stored values: those of codes where there are any, and `rest` elsewhere."""
 
     def stored(name: str, module: nn.Module, values: Tensor) -> Tensor:
         return codes[name].dequantize() if name in codes else rest(name, module, values)

@@ -81,7 +81,7 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
 
 
 def typed(recipe: Recipe, names: frozenset[str]) -> Constraints:
-    """The user's settings among all that are decided.
+    """The user's settings among all that are decided for a run.
 
     Args:
         recipe: the run's settings.
@@ -105,7 +105,7 @@ def decide(
     same_numbers: bool = False,
     num_layers: int | None = None,
 ) -> Plan:
-    """The decision for a run; where nothing fits, the recipe as it stands, which does not.
+    """Decide what a run executes; where nothing fits, the recipe as it stands, which does not.
 
     Args:
         loaded: the recipe, and who set what.
@@ -146,7 +146,7 @@ def decide(
 
 
 def free_planner(loaded: Loaded, site: Site) -> Planner:
-    """The planner that looks for the fastest plan of all."""
+    """The planner that decides with everything free: it looks for the fastest plan of all."""
     loaded = on_machine(loaded, site.machine)
     open_formats = frozenset(name for name in FORMAT_FIELDS if loaded.sources.get(name, DEFAULT) == DEFAULT)
     said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
@@ -154,7 +154,7 @@ def free_planner(loaded: Loaded, site: Site) -> Planner:
 
 
 def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
-    """The choices of a table of ways where a recipe does not fit as it stands, among settings that are written nowhere:
+    """Decisions of a table of ways where a recipe does not fit as it stands, among settings that are written nowhere:
     fewer bits of the optimizer, and the layer-major executor with delayed clipping, which passes backward once."""
     free = frozenset(loaded.sources) - user_settings(loaded)
     formats = [{}, *(found for found in narrower(loaded.recipe) if set(found) <= free)]
@@ -170,20 +170,20 @@ def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 
 def user_settings(loaded: Loaded) -> frozenset[str]:
-    """Names of the settings that come neither from defaults nor from the run's own plan."""
+    """Names of the settings that bind a decision: those that come neither from defaults nor from the run's own plan."""
     own = DEFAULT, f"plan {PLAN_FILE}", f"plan {AUTO}"
     return frozenset(name for name, source in loaded.sources.items() if source not in own)
 
 
 def typed_too(loaded: Loaded, settings: Mapping[str, Any]) -> Loaded | None:
-    """A recipe with more settings on its command line; None where they are refused."""
+    """A recipe to decide on with more settings on its command line; None where they are refused."""
     recipe = accepted(loaded.recipe, settings)
     sources = loaded.sources | dict.fromkeys(settings, CLI)
     return None if recipe is None else replace(loaded, recipe=recipe, sources=sources)
 
 
 def _least_change(planner: Planner, loaded: Loaded, site: Site, same_numbers: bool) -> Plan | None:
-    """The plan of the first stage that has one; None where nothing fits."""
+    """The decision with the least change: the plan of the first stage that has one; None where nothing fits."""
     recipe, least = planner.recipe, None
     fused = fuses(planner.shape(recipe).compiled, site.machine)
     for number, stage in enumerate(stages(recipe, user_settings(loaded), fused=fused, same_numbers=same_numbers)):
@@ -263,8 +263,8 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
 
 
 def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Iterator[dict[str, Any]]:
-    """Settings of what takes memory beside the steps: each alone, then all of them. A run that continues keeps the
-    format of its evaluations, which are compared with each other."""
+    """Settings that a decision may change of memory beside the steps: each alone, then all of them. A run that
+    continues keeps the format of its evaluations, which are compared with each other."""
     found: list[dict[str, Any]] = []
     if written_beside(recipe) and "checkpoint.async_save" not in explicit:
         found.append({"checkpoint.async_save": False})
@@ -276,7 +276,7 @@ def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Ite
 
 
 def departures(recipe: Recipe, plan: Plan) -> tuple[ConfigChange, ...]:
-    """Settings in which a plan differs from a recipe, what layers keep and where bytes lie left out."""
+    """Settings in which a decision departs from a recipe, what layers keep and where bytes lie left out."""
     named = (*BESIDE, "memory.executor", "train.micro_batch_size", "memory.loss_chunk_bytes", *sorted(FORMAT_FIELDS))
     found = []
     for name in (*named, "memory.mlp_chunks", "memory.attention_block"):

@@ -40,7 +40,7 @@ class Budget:
     disk: float = 0.0
 
     def without_disk(self) -> "Budget":
-        """This budget without a disk."""
+        """The plan's budget without a disk."""
         return replace(self, disk=0.0, links=replace(self.links, disk=None))
 
 
@@ -80,12 +80,12 @@ class Plan:
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the most bytes on the device."""
+        """The phase of the plan with the most bytes on the device."""
         return max(self.phases, key=self.phase_bytes)
 
     @property
     def peak_bytes(self) -> float:
-        """Most bytes on the device at any phase."""
+        """Most bytes on the device at any phase of the plan."""
         return self.phase_bytes(self.peak_phase)
 
     def phase_bytes(self, phase: str) -> float:
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def step_bytes(self) -> float:
-        """Most bytes on the device in a step; evaluation and checkpoints left out."""
+        """Most bytes on the device in a step of the plan; evaluation and checkpoints left out."""
         return max(self.phase_bytes(name) for name in self.phases if name.startswith(STEP_PHASES))
 
     @property
@@ -104,7 +104,8 @@ class Plan:
 
     @property
     def state(self) -> State:
-        """The run beside its budgets. What is known of a run may be too much already where the rest is not known."""
+        """The state of a plan: the run beside its budgets. What is known of a run may be too much already where the
+        rest is not known."""
         over_host = bool(self.host) and self.host_bytes > self.budget.host
         if self.peak_bytes > self.budget.device or over_host:
             return "does not fit"
@@ -112,17 +113,17 @@ class Plan:
 
     @property
     def keeps_margin(self) -> bool:
-        """True if the run is known to fit, and leaves `plan.margin` of the device free."""
+        """True if the run of this plan is known to fit, and leaves `plan.margin` of the device free."""
         return self.state == "fits" and self.peak_bytes <= self._left * self.budget.device
 
     @property
     def accepted(self) -> bool:
-        """True if a run executes it: what stands as the recipe says has to leave `plan.margin`, too."""
+        """True if a run executes this plan: what stands as the recipe says has to leave `plan.margin`, too."""
         return self.state == "fits" and (self.decided or self.keeps_margin)
 
     @cached_property
     def seconds(self) -> Mapping[str, float]:
-        """Seconds of a step, by part: the sums of `around` and of the rows' operations."""
+        """Planned seconds of a step, by part: the sums of `around` and of the rows' operations."""
         found = by_part(self.around)
         for row in self.rows:
             for name, value in by_part(row.operations).items():
@@ -130,13 +131,13 @@ class Plan:
         return found
 
     def row_s(self, row: PlanRow) -> float:
-        """Seconds of a step for one layer of a row; of the head with the loss."""
+        """Planned seconds of a step for one layer of a row; of the head with the loss."""
         loss = [one for one in self.around if one.visit == HEAD] if row.name == HEAD else []
         return total_s([*row.operations, *loss])
 
     @property
     def rest_s(self) -> float:
-        """Seconds of a step that are in no row: between embedding, layers and head, and of communication."""
+        """Planned seconds of a step that are in no row: between embedding, layers and head, and of communication."""
         return total_s(one for one in self.around if one.visit != HEAD)
 
     @property
@@ -161,7 +162,7 @@ class Plan:
 
     @property
     def traffic(self) -> RankTraffic:
-        """Bytes that a rank exchanges with others in a step."""
+        """Planned bytes that a rank exchanges with others in a step."""
         return self._of_weights.plus(self._of_tokens)
 
     @property
@@ -175,13 +176,14 @@ class Plan:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes of a step that a rank sends to others, by operation; what ranks that cut matrices exchange left out."""
+        """Planned bytes of a step that a rank sends to others, by operation; what ranks that cut matrices exchange left
+        out."""
         found = self._of_weights.plus(RankTraffic(exchange=self._of_tokens.exchange))
         return {name: int(size) for name, size in found.sent(self.setting.shards).items()}
 
     @property
     def disk_bytes(self) -> float:
-        """Bytes in the disk tier, the rollback buffer among them where there is such a tier."""
+        """Planned bytes in the disk tier, the rollback buffer among them where there is such a tier."""
         used = sum(row.count * row.cost.disk for row in self.rows)
         if not any("disk" in (row.choice.parameters, row.choice.states) for row in self.rows):
             return used
@@ -191,8 +193,8 @@ class Plan:
 
     @property
     def least_device(self) -> float:
-        """Device memory of a budget in which this plan is accepted: what it takes, `plan.margin`, and on a GPU what its
-        allocator cannot hand out."""
+        """The plan's least budget: device memory of a budget in which this plan is accepted: what it takes,
+        `plan.margin`, and on a GPU what its allocator cannot hand out."""
         lost = 0.0 if self.machine.device == "cpu" else FRAGMENTS
         taken = self.peak_bytes - lost * self.budget.device
         return _SPARE * taken / (self._left * (1 - lost))
@@ -213,7 +215,7 @@ class Plan:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The memory plan that executors apply."""
+        """The plan as the memory plan that executors apply."""
         layers = [self.row_of(layer).choice for layer in range(self.shape.num_layers)]
         ends = {
             row.name: LayerMemory(parameters=row.choice.parameters, states=row.choice.states)
@@ -245,11 +247,12 @@ class Plan:
         return replace(self, phases=phases, rows=tuple(rows), around=tuple(one.scaled(time) for one in self.around))
 
     def held(self, section: ParallelSection) -> ParallelSection:
-        """A run's `[parallel]`, with the layers of each stage that the plan counts on."""
+        """The plan as a run's `[parallel]`, with the layers of each stage that it counts on."""
         return section.model_copy(update={"split": self.split}) if self.split else section
 
     def settings(self) -> dict[str, object]:
-        """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""
+        """The plan as the recipe's settings that say the same, as far as they can; what differs by layer is in
+        `rows`."""
         setting = self.setting
         standard = setting.can.activation_checkpoint
         found: dict[str, object] = {
@@ -271,7 +274,7 @@ class Plan:
         return found
 
     def _tiers(self) -> dict[str, object]:
-        """Settings of what is the same for all layers of a layer-major run."""
+        """The plan's settings of what is the same for all layers of a layer-major run."""
         choices = [row.choice for row in self.rows if row.indices]
         found: dict[str, object] = {}
         for kind, name in _TIERS.items():
@@ -290,7 +293,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """The fit, the speed, and what memory is scarce, in a sentence."""
+        """The plan's verdict in a sentence: the fit, the speed, and what memory is scarce."""
         peak, unknown = format_bytes(self.peak_bytes), self.shape.unknown
         budget = format_bytes(self.budget.device)
         each = self.setting.shards.of_each
@@ -329,26 +332,27 @@ class Plan:
 
     @cached_property
     def tracked(self) -> Mapping[str, Mapping[str, int]]:
-        """Bytes by owner at load, forward, backward, update, evaluate and checkpoint, `reserve_bytes` left out."""
+        """The plan's bytes by owner at load, forward, backward, update, evaluate and checkpoint, `reserve_bytes` left
+        out."""
         return tracked(self.phases, self.setting.can, self.reserve_bytes)
 
     @property
     def reserve_bytes(self) -> int:
-        """The bytes of the process on the device outside of its allocator."""
+        """The plan's bytes of the process on the device outside of its allocator."""
         return reserve_of(self.phases) if self.machine.device == "cuda" else 0
 
     @property
     def tracked_phase(self) -> str:
-        """The phase of a step with the most of these bytes."""
+        """The phase of a planned step with the most tracked bytes."""
         return max((name for name in self.tracked if name in STEP_PHASES), key=self.tracked_bytes)
 
     @property
     def allocated_bytes(self) -> int:
-        """Most of these bytes in a step; 0 where that is not known."""
+        """Most tracked bytes in a planned step; 0 where that is not known."""
         return 0 if self.shape.unknown else self.tracked_bytes(self.tracked_phase)
 
     def tracked_bytes(self, phase: str) -> int:
-        """These bytes of all owners at a phase."""
+        """The plan's tracked bytes of all owners at a phase."""
         return sum(self.tracked[phase].values())
 
     def to_json(self) -> dict[str, Any]:

@@ -116,7 +116,8 @@ class PlanFile:
 
 
 def fingerprint(shape: ModelShape) -> str:
-    """The fingerprint of what a plan was made for: the layers' structure and number, the ends, the length of rows."""
+    """The fingerprint in a plan file of what it was made for: the layers' structure and number, the ends, the length of
+    rows."""
     facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
     ends = (shape.embedding.count, shape.head.count, shape.vocab_size, shape.dim, shape.seq_len)
     return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
@@ -160,7 +161,7 @@ def to_toml(plan: Plan) -> str:
 
 
 def is_plan_file(path: str | Path) -> bool:
-    """True if a file looks like a plan, and not like a recipe."""
+    """True if a file looks like a plan file, and not like a recipe."""
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
@@ -216,7 +217,7 @@ def read_plan(path: str | Path) -> PlanFile:
 
 
 def _numbers(text: str) -> list[int]:
-    """The opposite of `ranges`."""
+    """Numbers of layers from the ranges of a plan file; the opposite of `ranges`."""
     found: list[int] = []
     for part in text.split(","):
         low, _, high = part.strip().partition("-")
@@ -225,7 +226,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _memory_plan(row: Mapping[str, Any]) -> LayerMemory:
-    """The memory plan of a row for its layers.
+    """The memory plan of a plan file's row for its layers.
 
     Raises:
         ValueError: a word or number that means nothing.

@@ -80,12 +80,12 @@ class _Table:
 
     @property
     def possible(self) -> bool:
-        """True if the executor can do what is fixed, and has layers to run one after the other."""
+        """True if the planner's executor can do what is fixed, and has layers to run one after the other."""
         return all(self.options) and (bool(self.shape.classes) or self.setting.can.whole_model)
 
 
 def narrower(recipe: Recipe) -> Iterator[dict[str, str]]:
-    """The entries of `FORMATS` that have fewer bits than a recipe has."""
+    """Formats that the planner may narrow to: the entries of `FORMATS` that have fewer bits than a recipe has."""
     bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
     for formats in FORMATS:
         fewer = all(bits[new] < bits[getattr(recipe.optim, name.partition(".")[2])] for name, new in formats.items())
@@ -160,7 +160,7 @@ class Planner:
         return other
 
     def shape(self, recipe: Recipe) -> ModelShape:
-        """The model's shape with the recipe's formats."""
+        """The model's shape with the planner's recipe and its formats."""
         if recipe.optim.master_weights not in self._shapes:
             self._shapes[recipe.optim.master_weights] = self._finder.find(recipe)
         found = self._shapes[recipe.optim.master_weights]
@@ -169,7 +169,7 @@ class Planner:
         return found.split(self.fixed) if self.fixed.layers else found
 
     def plan(self, budget: Budget) -> Plan | None:
-        """The fastest plan within a budget, `plan.margin` left free; None where nothing fits.
+        """The planner's fastest plan within a budget, `plan.margin` left free; None where nothing fits.
 
         Raises:
             UnknownFitError: the model cannot be traced.
@@ -209,8 +209,8 @@ class Planner:
         return None
 
     def _settled(self, found: Plan, budget: Budget) -> Plan | None:
-        """A plan with a disk on which no layer group is stored, with the rollback buffer and the checkpoint's copy
-        where they are then; None where that does not fit."""
+        """The planner's plan with a disk on which no layer group is stored, with the rollback buffer and the
+        checkpoint's copy where they are then; None where that does not fit."""
         if budget.links.disk is None or any("disk" in (row.choice.parameters, row.choice.states) for row in found.rows):
             return found
         without = self.plan(replace(budget, links=replace(budget.links, disk=None), disk=0.0))
@@ -221,7 +221,7 @@ class Planner:
         return real if real.least_device <= budget.device else None
 
     def smallest(self, budget: Budget) -> Plan | None:
-        """The plan with the least device memory within the host's budget; None where the host's is too small.
+        """The planner's plan with the least device memory within the host's budget; None where the host's is too small.
 
         Raises:
             OutOfTime: the solver was stopped and had found nothing, and where it had an end, nothing fits.
@@ -251,13 +251,13 @@ class Planner:
         return best[1] if best else None
 
     def as_it_stands(self, budget: Budget) -> Plan:
-        """The memory and time of the recipe with every choice as it says, whether it fits or not. Of a model that
-        cannot be traced the bytes that are known (`ModelShape.unknown`)."""
+        """The planner's memory and time of the recipe with every choice as it says, whether it fits or not. Of a model
+        that cannot be traced the bytes that are known (`ModelShape.unknown`)."""
         memory_plan = memory_plan_of(self.recipe, self.shape(self.recipe).num_layers)
         return self.priced(GlobalConfig.of(self.recipe), memory_plan, budget)
 
     def priced(self, setting: GlobalConfig, memory_plan: MemoryPlan, budget: Budget) -> Plan:
-        """The expected memory and time of a given memory plan, whether it fits or not.
+        """The planner's memory and time of a given memory plan, whether it fits or not.
 
         Raises:
             ValueError: it is for another number of layers.
@@ -282,7 +282,7 @@ class Planner:
         return self._assembled(table, tuple(rows))
 
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
-        """The recipe, and then the recipe with fewer bits where that is open."""
+        """The planner's recipes: the recipe, and then with fewer bits where that is open."""
         yield self.recipe, {}
         for formats in narrower(self.recipe):
             if set(formats) <= self.open_formats:
@@ -331,13 +331,14 @@ class Planner:
         return _Table(recipe, narrowed, shape, budget, setting, classes, options, problem, host)
 
     def _homes(self, budget: Budget) -> OffloadFlags:
-        """As they will be if a disk that there is is used; see `_settled`."""
+        """Where the planner stores bytes: as will be if a disk that there is is used; see `_settled`."""
         fixed = {self.fixed.parameters, self.fixed.states}
         on_disk = budget.links.disk is not None
         return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
     def _around(self, table: _Table, rows: Sequence[PlanRow] = ()) -> tuple[Operation, ...]:
-        """The operations of a step around the layers; a layer-major one that clips by the exact norm runs it twice."""
+        """The planner's operations of a step around the layers; a layer-major one that clips by the exact norm runs it
+        twice."""
         recipe, shape, setting, links = table.recipe, table.shape, table.setting, table.budget.links
         head = head_parts_s(shape, setting, self.rates) if shape.plain_head else {}
         cut = cut_traffic(shape, recipe, setting.micro_batch_size, setting.num_micro, recomputed(rows))
@@ -348,7 +349,7 @@ class Planner:
         )
 
     def _decided(self, table: _Table, answer: Answer, better: str, late: Sequence[OutOfTime]) -> Plan:
-        """The solver's answer. `better`: than it another one may be; `late`: settings without one."""
+        """The solver's answer for the planner. `better`: than it another one may be; `late`: settings without one."""
         notes = (*stopped_note(answer, better, GAP), *left_out_note(len(late)))
         return replace(self._assembled(table, tuple(_rows(table, answer.counts)), notes), decided=True)
 
@@ -386,7 +387,7 @@ def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple
 
 
 def _rows(table: _Table, counts: Counts) -> Iterator[PlanRow]:
-    """Options with their layers. What keeps more lies higher: backward frees it first."""
+    """The plan's rows: options with their layers. What keeps more lies higher: backward frees it first."""
     for found, mine, group, row in zip(table.classes, table.options, table.problem.groups, counts, strict=True):
         left = sorted(found.indices)
         used = [(cost, choice, n) for cost, choice, n in zip(group.costs, mine, row, strict=True) if n]

@@ -37,7 +37,8 @@ class Replanner:
     def plan(
         self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
     ) -> Plan | None:
-        """The fastest memory plan within a budget of the device, `plan.margin` left free; None where nothing fits.
+        """Replan: the fastest memory plan within a budget of the device, `plan.margin` left free; None where nothing
+        fits.
 
         Args:
             device_bytes: of the device that the run may use.
@@ -49,7 +50,7 @@ class Replanner:
         return None if found is None else found.scaled(memory_factor, time_factor)
 
     def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Plan | None:
-        """The memory plan with the fewest bytes on the device; None where the host has not room for it."""
+        """Replan: the memory plan with the fewest bytes on the device; None where the host has not room for it."""
         found = self._of(seq_len).smallest(self.budget)
         return None if found is None else found.scaled(memory_factor, 1.0)
 
@@ -61,7 +62,7 @@ class Replanner:
         memory_factor: float = 1.0,
         time_factor: float = 1.0,
     ) -> Plan:
-        """The expected memory and time of a given memory plan."""
+        """The memory and time that a re-plan expects of a given memory plan."""
         found = self._of(seq_len).priced(self.setting, memory_plan, self.budget)
         return found.scaled(memory_factor, time_factor)
 
@@ -76,7 +77,7 @@ class Replanner:
 def same_numbers(
     fixed: Constraints, recipe: Recipe, setting: GlobalConfig, memory_plan: MemoryPlan, *, fused: bool
 ) -> Constraints:
-    """The choices that are fixed in a run whose losses must stay.
+    """The choices that a re-plan has to keep in a run whose losses must stay.
 
     Args:
         fixed: before.

@@ -54,7 +54,7 @@ class Site:
     """Of another place with this tokenizer and machine, whose models are known; None: a new one."""
 
     def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
-        """The memory that the run may use; with `disk`, of the tier's disk too, whose speed is measured."""
+        """The memory at a site that the run may use; with `disk`, of the tier's disk too, whose speed is measured."""
         if self.given is not None:
             return self.given if disk else self.given.without_disk()
         device = recipe.plan.device_memory or self.machine.device_memory_bytes
@@ -73,11 +73,13 @@ class Site:
         return as_links(host_speed(self.machine, progress=self.progress), speed, between)
 
     def may_use_disk(self, recipe: Recipe) -> bool:
-        """True if the disk is a place like others: it was given, or the recipe stores something there."""
+        """True if a run at this site may use the disk as a place like others: it was given, or the recipe stores
+        something there."""
         return self.disk is not None or self.given is not None or on_disk(recipe)
 
     def at_mesh(self, recipe: Recipe) -> Recipe:
-        """The recipe with the numbers of processes that there are: -1 in it means what is left."""
+        """The recipe with the mesh of this site: the numbers of processes that there are; -1 in it means what is
+        left."""
         if self.mesh is None:
             return recipe
         sizes = {"dp_replicate": self.mesh.dp_replicate, "dp_shard": self.mesh.dp_shard}
@@ -95,10 +97,10 @@ class Site:
 
     @cached_property
     def shapes(self) -> ShapeFinder:
-        """The shapes of models that all planners of this place learn."""
+        """The shapes of models that all planners of this site learn."""
         return self.finder or ShapeFinder(self.vocab_size, self.machine, self.attention_share)
 
 
 def on_disk(recipe: Recipe) -> bool:
-    """True if a recipe stores something on the disk."""
+    """True if a recipe stores something on the disk of a site."""
     return recipe.memory.can.offload and "disk" in recipe.memory.tiers

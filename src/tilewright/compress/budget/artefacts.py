@@ -14,8 +14,8 @@ from tilewright.core.errors import ConfigError
 
 
 def unproven(targets: Sequence[Target], source: ExportSource) -> dict[str, str]:
-    """Reasons by target why no artefact can be inside a budget here, whatever is cut: it cannot be written, or its
-    runtime is not there.
+    """Reasons by target why no artefact of a compression can be inside a budget here, whatever is cut: it cannot be
+    written, or its runtime is not there.
 
     Args:
         targets: that were asked for.
@@ -41,8 +41,9 @@ def _why_unproven(target: Target, source: ExportSource) -> str | None:
 
 
 def still_stand(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target], source: ExportSource, run: Path) -> bool:
-    """True if a new export would say what the rows of an earlier one say: nothing failed then, which may have been a
-    full disk or a limit of time, nothing has changed since, and what was not there is not there now.
+    """True if artefacts still stand: a new export would say what the rows of an earlier one say: nothing failed then,
+    which may have been a full disk or a limit of time, nothing has changed since, and what was not there is not there
+    now.
 
     Args:
         rows: of artefacts of a run; without any it is False.

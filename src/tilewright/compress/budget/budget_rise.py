@@ -13,8 +13,8 @@ from tilewright.compress.budget.held_out_rise import RowLosses
 
 
 def rises_of(losses: RowLosses, whole: RowLosses, equal: RowLosses | None) -> dict[str, float | None]:
-    """Rise and standard error of a model's losses over the run, and over the run with as many more steps (None: not
-    run), for the record.
+    """For the budget: rise and standard error of a model's losses over the run, and over the run with as many more
+    steps (None: not run), for the record.
 
     Args:
         losses: of a model.
@@ -27,7 +27,7 @@ def rises_of(losses: RowLosses, whole: RowLosses, equal: RowLosses | None) -> di
 
 
 def ruling(row: Mapping[str, Any]) -> float:
-    """The rise that is compared with the budget.
+    """The rise of the loss that is compared with the budget.
 
     Example:
         >>> ruling({"rise": -0.02, "equal_rise": 0.005}), ruling({"rise": 0.01, "equal_rise": None})
@@ -38,7 +38,7 @@ def ruling(row: Mapping[str, Any]) -> float:
 
 
 def rounded(row: Mapping[str, Any], ours: float, theirs: float, *, points: bool = False) -> dict[str, float | None]:
-    """Both rises of an artefact, from those of its model and its own rounding.
+    """Both rises of an artefact for the budget, from those of its model and its own rounding.
 
     Args:
         row: of the model that it was made of.
@@ -64,7 +64,7 @@ NEAR = 0.15
 
 
 def near_in_time(predicted: float, measured: float) -> bool:
-    """True if a predicted time is near the measured one.
+    """True if a predicted time is near the measured one, beside the rises.
 
     Example:
         >>> near_in_time(0.9, 1.0), near_in_time(0.8, 1.0)
@@ -74,7 +74,7 @@ def near_in_time(predicted: float, measured: float) -> bool:
 
 
 def error_in_words(error: float | None) -> str:
-    """A standard error in percent. One held-out row tells none: infinite, and null in a record.
+    """The standard error of a rise in percent. One held-out row tells none: infinite, and null in a record.
 
     Example:
         >>> error_in_words(0.0123), error_in_words(math.inf), error_in_words(None)
@@ -84,7 +84,7 @@ def error_in_words(error: float | None) -> str:
 
 
 def in_words(row: Mapping[str, Any]) -> str:
-    """The rises over the run, and over the run with as many more steps, in words.
+    """The rises of the loss for the budget over the run, and over the run with as many more steps, in words.
 
     Example:
         >>> in_words({"rise": -0.02, "equal_rise": 0.005})

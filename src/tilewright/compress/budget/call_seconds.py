@@ -35,11 +35,11 @@ class Seconds:
     steady: bool
 
     def to_json(self) -> dict[str, float | bool]:
-        """Plain types."""
+        """Seconds of a call as plain types."""
         return asdict(self)
 
     def beside(self, later: "Seconds") -> "Seconds":
-        """Both measurements of one call, which was measured again some time later.
+        """Seconds of both measurements of one call, which was measured again some time later.
 
         Example:
             >>> Seconds(1.0, 0.0, True).beside(Seconds(1.5, 0.1, True))
@@ -51,7 +51,7 @@ class Seconds:
 
 
 def machine_clock() -> tuple[str, Clock]:
-    """Name and clock for the number of threads that torch computes with."""
+    """Name and clock by which calls are timed, for the number of threads that torch computes with."""
     if torch.get_num_threads() == 1:
         return "processor time of one thread", time.thread_time
     return f"wall clock, {torch.get_num_threads()} threads", time.perf_counter

@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 
 def read_record(folder: Path, name: str = FILE, stages: Sequence[str] = STAGES) -> Record | None:
-    """The record of a folder; None where there is none yet.
+    """The record of a compression's folder (compress.json); None where there is none yet.
 
     Args:
         folder: of stages.
@@ -53,7 +53,7 @@ def read_record(folder: Path, name: str = FILE, stages: Sequence[str] = STAGES) 
 
 
 def asked_of(source: ExportSource, weights: str) -> Record:
-    """The keys by which a record is known again: the run, its weights, data and recipe.
+    """The keys by which the record of a compression is known again: the run, its weights, data and recipe.
 
     Args:
         source: the run or model.
@@ -71,7 +71,7 @@ def asked_of(source: ExportSource, weights: str) -> Record:
 def record_of(
     folder: Path, name: str, asked: Record, stages: Sequence[str] = STAGES, *, what: str, need: str
 ) -> Record | None:
-    """The record of a folder, made for the same; None where there is none.
+    """The record of a compression's folder, made for the same; None where there is none.
 
     Args:
         folder: of the stages.
@@ -100,19 +100,19 @@ def record_of(
 
 
 def _differing(name: str, before: Any, now: Any) -> str:
-    """An entry that differs; of several settings, these."""
+    """An entry of the record that differs; of several settings, these."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return name
     return " and another ".join(key for key in now | before if before.get(key) != now.get(key))
 
 
 def _recipe_hash(recipe: Recipe) -> str:
-    """Of all settings."""
+    """A hash for the record over all settings of the run's recipe."""
     return xxhash.xxh3_64_hexdigest(recipe.model_dump_json().encode())
 
 
 def write_record(folder: Path, record: Record, name: str = FILE) -> None:
-    """Write it, whole or not at all.
+    """Write the record of a compression, whole or not at all.
 
     Raises:
         CheckpointError: the folder cannot be written.

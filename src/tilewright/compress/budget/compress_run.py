@@ -91,7 +91,7 @@ class Compression:
         self.record = self._found_record()
 
     def plan(self) -> list[CutPlan]:
-        """Sensitivities and what would be tried; measured once, then read from the record.
+        """Plan of a compression: sensitivities and what would be tried; measured once, then read from the record.
 
         Raises:
             ConfigError: nothing of the model can be cut.
@@ -129,7 +129,7 @@ class Compression:
         return plans
 
     def _predict_seconds(self, plans: Sequence[CutPlan], cuts: int) -> None:
-        """Of the stages, once: into the record."""
+        """Predict the seconds of a compression's stages, once: into the record."""
         times = self.record.setdefault("time", {})
         if "predicted" in times:
             return
@@ -148,7 +148,7 @@ class Compression:
         )  # fmt: skip
 
     def run(self) -> Record:
-        """Run all stages; returns the record.
+        """Run all stages of a compression; returns the record.
 
         Raises:
             FitError: no cut that was tried, or no artefact of the one that was kept, is inside the budget. The record
@@ -179,7 +179,7 @@ class Compression:
         return self.record
 
     def _inside(self, plan: CutPlan) -> bool:
-        """True if a cut is inside the budget after recovery."""
+        """True if a cut of the compression is inside the budget after recovery."""
         with timed(self.record, f"recovered-{plan.name}"):
             row = unless_not_finite(self.record, plan.name, self.say, partial(self._recovered, plan))
         write_record(self.out, self.record)
@@ -191,7 +191,7 @@ class Compression:
         return rise <= self.settings.budget
 
     def _recovered(self, plan: CutPlan) -> Record:
-        """The row of a cut and its recovery."""
+        """The row of a cut of the compression and its recovery."""
         rows = self.record.setdefault("recovered", {})
         if plan.name in rows:
             return rows[plan.name]
@@ -231,7 +231,7 @@ class Compression:
         return rows[plan.name]
 
     def _controls(self, best: Mapping[str, Any]) -> None:
-        """The controls: other uses of the steps that the best cut got."""
+        """The controls of a compression: other uses of the steps that the best cut got."""
         names = ("alone", "scratch") if self.taught else ("scratch",)  # recovery without a teacher is the same stage
         for name in names if self.settings.controls == "all" else ():
             key = f"{name}-{best['name']}"
@@ -240,7 +240,7 @@ class Compression:
             write_record(self.out, self.record)
 
     def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
-        """The row of a control: of the run itself, or of a cut."""
+        """The row of a compression's control: of the run itself, or of a cut."""
         rows = self.record.setdefault("controls", {})
         key = name if best is None else f"{name}-{best['name']}"
         if key in rows:
@@ -265,13 +265,13 @@ class Compression:
 
     @cached_property
     def _equal(self) -> RowLosses | None:
-        """Losses of the run with as many more steps; None without controls. A finished stage is read alone."""
+        """A compression's control: losses of the run with as many more steps; None without controls."""
         if self.settings.controls == "none":
             return None
         return self._losses(self.out / self.record["controls"]["teacher"]["run"])
 
     def _export(self, best: Record) -> None:
-        """Artefacts of the recovered run; where rounding takes one out of the budget, of that run trained for it."""
+        """A compression's artefacts of the recovered run; where rounding leaves the budget, of it trained for that."""
         targets = self.settings.targets
         with timed(self.record, EXPORTS):
             rows = self._artefacts(best, targets)
@@ -284,8 +284,8 @@ class Compression:
                     self._artefacts(made, outside)
 
     def _artefacts(self, made: Record, targets: Sequence[Target]) -> list[Record]:
-        """Of a run, each with the loss over the run that was compressed. Those that an earlier command proved, and
-        nothing has changed since, are not made again."""
+        """A compression's artefacts of a run, each with its loss; those proven earlier are not made again if nothing
+        has changed."""
         rows = self.record.setdefault("artefacts", [])
         own, run = [row for row in rows if row["of"] == made["run"]], self.out / made["run"]
         if still_stand(own, targets, self.source, run):
@@ -312,7 +312,7 @@ class Compression:
         return found
 
     def _trained(self, best: Record, integers: str) -> Record:
-        """The row of the recovered run, trained further with the run as its teacher while weights are rounded."""
+        """A compression's row of the recovered run, trained further under the run while weights are rounded."""
         rows = self.record.setdefault("trained", {})
         name = f"{integers}-{best['name']}"
         if name in rows:
@@ -334,7 +334,7 @@ class Compression:
         return run_stage(recipe, self.source)
 
     def _losses(self, run: Path) -> RowLosses:
-        """Of a stage, in FP32, on the rows of the run that is compressed; rounded where it was trained to be."""
+        """Losses of a stage of a compression in FP32, on the rows of the run; rounded where it was trained to be."""
         with stage_named(run.name):
             return row_losses_of(self.open_run(run).as_trained, self.batches)
 
@@ -342,7 +342,7 @@ class Compression:
         return calibration(self.source.recipe, self.source.data)[: self.settings.batches]
 
     def _found_record(self) -> Record:
-        """The record of an earlier command with the same checkpoint and settings; else a new one.
+        """A compression's record of an earlier command with the same checkpoint and settings; else a new one.
 
         Raises:
             ConfigError: the folder has stages of something else.

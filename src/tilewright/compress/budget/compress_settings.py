@@ -53,7 +53,7 @@ class CompressSettings:
 
     @classmethod
     def of(cls, budget: str, targets: str, kinds: str, **others: Any) -> "CompressSettings":
-        """Settings from the words of a command line.
+        """Settings of `compress` from the words of a command line.
 
         Raises:
             ConfigError: a budget that is no percentage above 0, or an unknown target or kind.
@@ -74,7 +74,7 @@ class CompressSettings:
         return cls(share, tuple(find_targets(targets, "--targets", SHORT)), _kinds(kinds), **others)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings for the record. What was measured is measured again where it was with others."""
+        """The settings of `compress` for the record. What was measured is measured again where it was with others."""
         return {
             "budget": self.budget,
             "targets": [target.name for target in self.targets],

@@ -37,15 +37,16 @@ class CutPlan:
 
     @property
     def saved(self) -> int:
-        """Parameters that go if each kind is cut alone. Of kinds that share weights fewer go (`parameters_left`)."""
+        """Parameters that a candidate cut saves if each kind is cut alone. Of kinds that share weights fewer go
+        (`parameters_left`)."""
         return sum(cut.saved for cut in self.cuts)
 
     @property
     def speed(self) -> float:
-        """Predicted seconds of a forward pass, as a share of the whole model's: units of different kinds are different
-        parts of a layer, whose savings add up, and layers that go save nothing more. Experts and their channels are one
-        part, of which each cut leaves a share. Embedding and head take their time whatever is cut, so half of the
-        layers take more than half of it.
+        """Predicted seconds of a forward pass of a candidate cut, as a share of the whole model's: units of different
+        kinds are different parts of a layer, whose savings add up, and layers that go save nothing more. Experts and
+        their channels are one part, of which each cut leaves a share. Embedding and head take their time whatever is
+        cut, so half of the layers take more than half of it.
 
         Example:
             >>> cut = lambda kind, speed: CutCost(kind, 0.5, 1, 2, 0.0, 0.0, 1, speed)
@@ -60,11 +61,11 @@ class CutPlan:
 
     @property
     def name(self) -> str:
-        """The name of a plan of cuts, such as ffn-512-heads-3."""
+        """The name of a candidate plan of cuts, such as ffn-512-heads-3."""
         return "-".join(f"{cut.kind}-{cut.units}" for cut in self.cuts)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain types."""
+        """A candidate plan of cuts as plain types."""
         return {
             "name": self.name,
             "cuts": [cut.to_json() for cut in self.cuts],
@@ -76,7 +77,8 @@ class CutPlan:
 
 
 def cut_plans(found: Sequence[CutCost], budget: float, goal: Goal) -> list[CutPlan]:
-    """Plans to try, the largest cut first; empty where even the smallest cut costs more than the widest limit.
+    """Candidate plans of cuts to try, the largest first; empty where even the smallest cut costs more than the widest
+    limit.
 
     Args:
         found: sensitivities.
@@ -94,8 +96,8 @@ def cut_plans(found: Sequence[CutCost], budget: float, goal: Goal) -> list[CutPl
 
 
 def by_halves(plans: Sequence[CutPlan], tries: int, inside: Callable[[CutPlan], bool]) -> CutPlan | None:
-    """The largest plan that is inside the budget, of those that were tried: the middle one of what is left, then the
-    larger half where it is inside, else the smaller one. A smaller cut is taken to cost less.
+    """The largest candidate that is inside the budget, of those that were tried: the middle one of what is left, then
+    the larger half where it is inside, else the smaller one. A smaller cut is taken to cost less.
 
     Args:
         plans: the largest cut first.
@@ -132,5 +134,5 @@ def _within(found: Sequence[CutCost], limit: float, goal: Goal) -> CutPlan | Non
 
 
 def _won(cut: CutCost, goal: Goal) -> float:
-    """Below zero where the cut brings the goal nearer."""
+    """The gain of a candidate cut: below zero where it brings the goal nearer."""
     return -float(cut.saved) if goal == "bytes" else cut.speed - 1

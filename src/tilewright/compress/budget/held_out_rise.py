@@ -37,16 +37,16 @@ class RowLosses:
 
     @property
     def loss(self) -> float:
-        """Mean over all targets: nats, or the share that is wrong."""
+        """Held-out loss, mean over all targets: nats, or the share that is wrong."""
         sums, counts = self._all()
         return float(sums.sum() / counts.sum())
 
     def by_domain(self) -> dict[str, float]:
-        """Mean loss of each domain, in nats per target."""
+        """Mean held-out loss of each domain, in nats per target."""
         return {name: float(sums.sum() / counts.sum()) for name, (sums, counts) in self.domains.items()}
 
     def counts(self) -> dict[str, float]:
-        """Targets of each domain."""
+        """Held-out targets of each domain."""
         return {name: float(counts.sum()) for name, (_, counts) in self.domains.items()}
 
     def _all(self) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ class RowLosses:
         return torch.cat(sums), torch.cat(counts)
 
     def rise_over(self, other: "RowLosses") -> tuple[float, float]:
-        """Rise over another model's loss, and its standard error, by the differences of rows.
+        """Rise of the held-out loss over another model's, and its standard error, by the differences of rows.
 
         Example:
             >>> counts = torch.tensor([10.0, 10.0])
@@ -71,7 +71,7 @@ class RowLosses:
         return float(differences.sum()) / scale, error
 
     def rises_by_domain(self, other: "RowLosses") -> dict[str, float]:
-        """Rise over another model's loss in each domain."""
+        """Rise of the held-out loss over another model's in each domain."""
         before = other.by_domain()
         return {
             name: loss - before[name] if self.points else loss / before[name] - 1
@@ -95,7 +95,7 @@ def row_losses_of(model: Any, batches: Batches) -> RowLosses:
 
 
 def row_losses(outs: Mapping[str, Iterable[tuple[LossOutput, Mapping[str, Tensor]]]]) -> RowLosses:
-    """Losses by row.
+    """Held-out losses of a model by row.
 
     Args:
         outs: by domain, of each micro-batch what a model makes of it, and the micro-batch.
@@ -107,7 +107,7 @@ def row_losses(outs: Mapping[str, Iterable[tuple[LossOutput, Mapping[str, Tensor
 
 
 def _by_domain(parts: Mapping[str, Iterable[tuple[Tensor, Tensor]]], points: bool) -> RowLosses:
-    """Rows that have targets, of sums and numbers of micro-batches."""
+    """By domain, held-out rows that have targets, of sums and numbers of micro-batches."""
     found = {}
     for domain, of_batches in parts.items():
         sums, counts = (torch.cat(part).double() for part in zip(*of_batches, strict=True))

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @contextmanager
 def stage_named(name: str) -> Iterator[None]:
-    """Inside, a `NumericsError` says in which stage it was raised.
+    """Inside, an error for numbers that are not finite (`NumericsError`) says in which stage it was raised.
 
     Args:
         name: of the stage, in words.

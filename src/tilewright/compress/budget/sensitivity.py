@@ -49,12 +49,13 @@ class CutCost:
     domains: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain types."""
+        """The cost of a cut before recovery, as plain types."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, row: Mapping[str, Any]) -> "CutCost":
-        """From a record, which has null for an error that a single held-out row does not tell.
+        """The cost of a cut before recovery from a record, which has null for an error that a single held-out row does
+        not tell.
 
         Example:
             >>> cost = CutCost("ffn", 0.5, 32, 64, 0.01, math.inf, 10, 0.9)
@@ -77,7 +78,7 @@ def sensitivities(
     *,
     refit: bool,
 ) -> list[CutCost]:
-    """The costs of the cuts: each kind cut to each number.
+    """Measure sensitivities: the costs of the cuts, each kind cut to each number.
 
     Args:
         model: that is cut, left as it was.
@@ -135,7 +136,7 @@ def sensitivities(
 
 
 def _cut(cut: Callable[[], Pruned], held_out: Batches, name: str) -> tuple[Any, RowLosses]:
-    """A cut model and its losses."""
+    """A cut model and its losses, for the sensitivities."""
     with stage_named(f"{name}, before recovery"):
         made = cut().model
         return made, row_losses_of(made, held_out)

@@ -35,7 +35,7 @@ class OpenRun(Protocol):
 
 
 def write_model(source: ExportSource, model: Model, folder: Path) -> None:
-    """A folder of the Hugging Face layout, whole or not there.
+    """Write the folder of a stage's model in the Hugging Face layout, whole or not there.
 
     Raises:
         CheckpointError: no layout holds the model, or the folder cannot be written.
@@ -97,26 +97,28 @@ def stage_recipe(
 
 
 def rows_are_kept(recipe: Recipe) -> bool:
-    """True if what the teacher makes of rows is kept: neither hidden values nor rows that do not come again are."""
+    """True if what the teacher of a stage's run makes of rows is kept: neither hidden values nor rows that do not come
+    again are."""
     return not pairs_of(recipe.distill) and recipe.data.rows == "packed"
 
 
 def trained_steps(source: ExportSource) -> int:
-    """Steps that a run has been trained for, which may be fewer than were asked for; of a model's folder, which does
-    not say, those of its recipe."""
+    """Steps that a stage's run has been trained for, which may be fewer than were asked for; of a model's folder, which
+    does not say, those of its recipe."""
     if source.checkpoint == source.run:
         return source.recipe.train.steps
     return read_meta(source.checkpoint)["parts"]["counters"]["step"]
 
 
 def from_scratch(recipe: Recipe, name: str, steps: int) -> Recipe:
-    """The recipe of the same shape with random weights, for a number of steps, without a teacher."""
+    """The recipe of a stage from scratch: the same shape with random weights, for a number of steps, without a
+    teacher."""
     values: Mapping[str, Any] = {"run.name": name, "model.weights": "random", "train.steps": steps}
     return changed(recipe, values).model_copy(update={"distill": DistillSection()})
 
 
 def run_stage(recipe: Recipe, source: ExportSource) -> Path:
-    """Train a stage, or continue it; its folder.
+    """Run a stage: train it, or continue it; its folder.
 
     Raises:
         CheckpointError: it was asked to stop before its last step; the same command continues from there. Or its
@@ -141,7 +143,7 @@ def run_stage(recipe: Recipe, source: ExportSource) -> Path:
 
 
 def _check_teacher(source: ExportSource) -> None:
-    """Raise where a run, whose newest checkpoint teaches, has a newer one than when it was opened."""
+    """Raise where the run that teaches a stage has a newer checkpoint than when it was opened."""
     if source.checkpoint == source.run:
         return
     store = CheckpointStore(source.run / "checkpoints")

@@ -61,8 +61,8 @@ class StepPace:
 
 
 def pace_of(source: ExportSource, batch: Mapping[str, Tensor]) -> StepPace:
-    """The pace of training: as the run recorded it, if it trained on this machine with the settings that stages have;
-    else measured here.
+    """The pace of training, for seconds of stages: as the run recorded it, if it trained on this machine with the
+    settings that stages have; else measured here.
 
     Args:
         source: the run or model.
@@ -77,7 +77,8 @@ def pace_of(source: ExportSource, batch: Mapping[str, Tensor]) -> StepPace:
 
 
 def _recorded(source: ExportSource) -> list[float]:
-    """Seconds of the run's steps; none where there is no run, or they say nothing of its stages."""
+    """Seconds of the run's steps as recorded, for its stages; none where there is no run, or they say nothing of its
+    stages."""
     files = [source.run / name for name in (RUN_FILE, "machine.json", "metrics.jsonl")]
     if not all(path.is_file() for path in files):
         return []
@@ -90,7 +91,7 @@ def _recorded(source: ExportSource) -> list[float]:
 
 
 def _step_seconds(path: Path) -> Iterator[float]:
-    """Of the rows of a metrics.jsonl that are steps."""
+    """Seconds of the rows of a metrics.jsonl that are steps."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = from_json(line)
@@ -101,7 +102,8 @@ def _step_seconds(path: Path) -> Iterator[float]:
 
 
 def _measured(model: Any, batch: Mapping[str, Tensor]) -> float:
-    """Least seconds of a forward and a backward pass; gradients of parameters are left as they are."""
+    """Measured seconds of a stage's step: the least of a forward and a backward pass; gradients of parameters are left
+    as they are."""
     weights, taken = [param for param in model.parameters() if param.requires_grad], []
     with torch.enable_grad(), evaluation(model):
         for _ in range(_REPEATS):
@@ -122,7 +124,8 @@ def predicted_seconds(
     taught: bool,
     reads_kept: bool,
 ) -> Record:
-    """Seconds of each stage, and of all: at least, and where rounding misses the budget and weights are trained for it.
+    """Predicted seconds of each stage of a compression, and of all: at least, and where rounding misses the budget and
+    weights are trained for it.
 
     Args:
         plans: cuts that could be tried.
@@ -173,7 +176,7 @@ def predicted_seconds(
 
 
 def in_hours(times: Record) -> str:
-    """The time of all stages, and of a step, in words.
+    """Seconds of all stages, and of a step, in words.
 
     Example:
         >>> step = {"seconds": 0.45, "how": "the last 50 steps of the run"}

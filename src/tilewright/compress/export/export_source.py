@@ -43,17 +43,18 @@ class ExportSource:
 
     @cached_property
     def four_bits(self) -> Coded:
-        """The model with codes of four bits, for formats with positive scales."""
+        """The source model of an export with codes of four bits, for formats with positive scales."""
         return four_bit_codes(self.model, self.recipe, lambda: self.data, self.method)  # type: ignore[arg-type]
 
     @cached_property
     def four_bits_signed(self) -> Coded:
-        """The model with codes of four bits, for formats that take negative scales."""
+        """The source model of an export with codes of four bits, for formats that take negative scales."""
         return four_bit_codes(self.model, self.recipe, lambda: self.data, self.method, negative=True)  # type: ignore[arg-type]
 
     @cached_property
     def as_trained(self) -> Any:
-        """The model as it computed in training where the run rounds to integers; else `model` itself."""
+        """The source model of an export as it computed in training where the run rounds to integers; else `model`
+        itself."""
         policy = Policy.from_section(self.recipe.precision, "cpu")
         if not policy.rounds_to_integers:
             return self.model
@@ -63,28 +64,28 @@ class ExportSource:
 
     @cached_property
     def trained_in_int8(self) -> bool:
-        """True if the run's rules round weights to eight bits."""
+        """True if the rules of an export's source run round weights to eight bits."""
         return trained_codes(self.model, self.recipe, 8).trained  # type: ignore[arg-type]
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of a model that reads text."""
+        """The tokenizer of an export's source model, where it reads text."""
         assert self.text_tokenizer is not None
         return self.text_tokenizer
 
     @property
     def reads_images(self) -> bool:
-        """True if the model classifies images; else it reads text."""
+        """True if the source model of an export classifies images; else it reads text."""
         return self.task == "image_classification"
 
     @cached_property
     def config_keys(self) -> dict[str, Any]:
-        """The keys that the run adds to config.json of its model's folder."""
+        """The keys that an export's source run adds to config.json of its model's folder."""
         return config_keys(self.recipe, self.text_tokenizer, None if self.reads_images else self.text_rules)
 
     @cached_property
     def text_rules(self) -> TextRules:
-        """Begin, end and chat template of every artefact.
+        """Begin, end and chat template of every artefact of an export's source.
 
         Raises:
             DataError: files beside the loaded weights that cannot be read.
@@ -93,7 +94,8 @@ class ExportSource:
 
     @cached_property
     def data(self) -> Prepared:
-        """The run's data, prepared or found prepared: to calibrate on, and the held-out rows of the proof.
+        """The data of an export's source run, prepared or found prepared: to calibrate on, and the held-out rows of the
+        proof.
 
         Raises:
             DataError: the source is gone.
@@ -102,5 +104,5 @@ class ExportSource:
 
     @property
     def task(self) -> str:
-        """causal_lm, masked_lm or image_classification."""
+        """The task of an export's source model: causal_lm, masked_lm or image_classification."""
         return self.recipe.model.task

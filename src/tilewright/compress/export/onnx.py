@@ -31,7 +31,7 @@ _ONNXRUNTIME = Consumer(
 
 
 def why_not(source: ExportSource) -> str | None:
-    """Why the model is not an ONNX file."""
+    """Why the model cannot be exported as an ONNX file."""
     size = sum(parameter.numel() for parameter in source.model.parameters()) * 4
     if size > MAX_BYTES:
         return f"{format_bytes(size)} in FP32; an ONNX file holds less than {format_bytes(MAX_BYTES)}"
@@ -39,7 +39,7 @@ def why_not(source: ExportSource) -> str | None:
 
 
 def traced_onnx(source: ExportSource):
-    """The model as an ONNX ModelProto in FP32, and notes."""
+    """Export a model as an ONNX ModelProto in FP32, with notes."""
     graph = graph_of(source.model, source.recipe.data.image_size if source.reads_images else 0)
     notes = () if graph.kept or source.reads_images else ("whole rows only: the model keeps no keys and values",)
     return to_onnx(trace(graph), input_names(graph), output_names(graph)), notes
@@ -134,7 +134,7 @@ MAX_BYTES = 2**31 - 1
 
 
 def to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]):
-    """The ModelProto of a traced graph, in FP32.
+    """Export a traced graph as an ONNX ModelProto, in FP32.
 
     Args:
         program: of `graph.trace.trace`.

@@ -59,7 +59,7 @@ OPENVINO = Target(
 
 
 def quantize_weights(model):
-    """An FP32 ModelProto -> one with INT8 weights. The given one is used up."""
+    """Quantise weights for OpenVINO: an FP32 ModelProto to one with INT8 weights. The given one is used up."""
     from onnx import helper, numpy_helper
 
     table = lookup(model.graph).input[0]

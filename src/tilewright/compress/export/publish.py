@@ -19,7 +19,7 @@ _PARTIAL = ".partial"
 
 
 def publish(path: Path, write: Callable[[Path], T]) -> T:
-    """Let `write` make an artefact, and give it its name when it is whole; one that is there is replaced.
+    """Publish an artefact: let `write` make it, and give it its name when it is whole; one that is there is replaced.
 
     Args:
         path: file or folder; its parent is made.
@@ -60,7 +60,7 @@ def publish(path: Path, write: Callable[[Path], T]) -> T:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
+    """Delete a file or a folder of an artefact before publishing, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif path.is_symlink() or path.exists():
@@ -68,12 +68,12 @@ def remove(path: Path) -> None:
 
 
 def artefact_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files of a folder."""
+    """Bytes of a published artefact: of a file, or of all files of a folder."""
     return sum(file.stat().st_size for file in _files(path))
 
 
 def artefact_hash(path: Path) -> str:
-    """XXH3-128 of a file; of a folder that of its files' names and hashes."""
+    """Hash of a published artefact: XXH3-128 of a file; of a folder that of its files' names and hashes."""
     if path.is_file():
         return hash_file(path)
     lines = [f"{file.relative_to(path).as_posix()} {hash_file(file)}\n" for file in _files(path)]

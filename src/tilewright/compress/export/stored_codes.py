@@ -48,13 +48,13 @@ class Coded:
     trained: bool = False
 
     def of_net(self) -> dict[str, IntegerTensor]:
-        """The codes under Hugging Face's names."""
+        """The stored codes of a model under Hugging Face's names."""
         names = {id(param): name for name, param in self.model.net.named_parameters()}
         return {names[id(self.model.get_parameter(name))]: found for name, found in self.codes.items()}
 
 
 def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:
-    """The codes that a run was trained with: those of the weights that its rules round to `bits` bits."""
+    """The codes to store that a run was trained with: those of the weights that its rules round to `bits` bits."""
     policy = in_fp32(Policy.from_section(recipe.precision, "cpu"))
     if not policy.rounds_to_integers:
         return Coded(model)
@@ -69,7 +69,7 @@ def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:
 
 
 def four_bit_codes(model: nn.Module, recipe: Recipe, data: Any, method: Method, negative: bool = False) -> Coded:
-    """Codes in four bits of all linear layers and embeddings whose rows are whole groups.
+    """Codes to store in four bits, of all linear layers and embeddings whose rows are whole groups.
 
     Args:
         model: FP32, on the CPU.
@@ -104,7 +104,7 @@ def _spec(negative: bool) -> QuantSpec:
 
 
 def _rounded(coded: Coded, negative: bool) -> Coded:
-    """With codes of the linear layers and embeddings that have none yet."""
+    """Stored codes with those of the linear layers and embeddings that have none yet."""
     names = {id(parameter): name for name, parameter in coded.model.named_parameters()}
     weights = {
         names[id(module.weight)]: module.weight.detach()
@@ -119,7 +119,7 @@ def _rounded(coded: Coded, negative: bool) -> Coded:
 
 
 def calibration(recipe: Recipe, data: Any, rows: int = CALIBRATION_ROWS) -> list[dict[str, Tensor]]:
-    """Micro-batches of the run's training stream, from its begin: at least so many rows."""
+    """Rows to find codes with: micro-batches of the run's training stream, from its begin; at least so many."""
     pairs = recipe.data.format == "preferences"
     size = max(1, recipe.train.micro_batch_size // (2 if pairs else 1))
     stream = Stream(
@@ -137,7 +137,7 @@ def calibration(recipe: Recipe, data: Any, rows: int = CALIBRATION_ROWS) -> list
 
 
 def through(model: Any, codes: Mapping[str, IntegerTensor], make: Any) -> dict[str, IntegerTensor]:
-    """Codes of the linear layers of a graph that is made of a model, whose layers may have been joined.
+    """Stored codes of the linear layers of a graph that is made of a model, whose layers may have been joined.
 
     The graph is made three times, of values, of codes and of scales: whatever order rows are put in, all three have
     it. Layers whose values are not the product of the other two are left out.

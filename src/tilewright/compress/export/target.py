@@ -85,7 +85,7 @@ class Target:
 
 
 def missing(packages: Sequence[str], extra: str) -> str | None:
-    """Which extra to install where one of the packages is not there; None where all are.
+    """Why an export target's packages are missing: which extra to install where one is not there; None where all are.
 
     Example:
         >>> missing(("json",), "gguf"), missing(("json", "no_such_package"), "gguf")

@@ -22,7 +22,7 @@ PREFERRED = {
 
 
 def find_targets(names: str, where: str = "--to", short: Mapping[str, str] = MappingProxyType({})) -> list[Target]:
-    """The targets of a comma-separated list, each once, in our order.
+    """Find export targets by a comma-separated list, each once, in our order.
 
     Args:
         names: the list.
@@ -43,7 +43,7 @@ def find_targets(names: str, where: str = "--to", short: Mapping[str, str] = Map
 
 
 def chosen(text: str, known: Sequence[str], *, what: str, try_: str, where: str) -> list[str]:
-    """The names of a comma-separated list, each known and each once, in the order of `known`.
+    """Names of a comma-separated list, such as of targets, each known and each once, in the order of `known`.
 
     Raises:
         ConfigError: a name is not known, or there is none.
@@ -66,7 +66,7 @@ def chosen(text: str, known: Sequence[str], *, what: str, try_: str, where: str)
 
 
 def default_targets(source: ExportSource) -> list[Target]:
-    """One target for each use: training in 8 bits, serving in INT8, 4 bits for the edge."""
+    """The default export targets, one for each use: training in 8 bits, serving in INT8, 4 bits for the edge."""
     by_name = {target.name: target for target in TARGETS}
     chosen = []
     for names in PREFERRED.values():
@@ -76,7 +76,7 @@ def default_targets(source: ExportSource) -> list[Target]:
 
 
 def why_not(target: Target, source: ExportSource) -> str | None:
-    """Why a target cannot be written here: a package is missing, or the format cannot hold the model."""
+    """Why an export target cannot be written here: a package is missing, or the format cannot hold the model."""
     if source.reads_images and not target.images:
         return f"{target.name} is written of models that read text, not images"
     return missing(target.packages, target.extra) or target.why_not(source)

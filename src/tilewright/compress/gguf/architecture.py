@@ -45,7 +45,7 @@ class GGUFShape:
 
     @property
     def interleaved(self) -> bool:
-        """True if rows of query and key matrices are written in another order, see `tensors`."""
+        """True if a GGUF architecture's rows of query and key matrices are written in another order, see `tensors`."""
         return self.arch in _INTERLEAVED
 
 
@@ -83,7 +83,8 @@ def why_no_shape(model: Model, task: str) -> str | None:
 
 
 def hf_config(model: Model) -> Mapping[str, Any]:
-    """The model's config.json as a mapping; where layers have shapes of their own, of the same model without them.
+    """The model's config.json as a mapping, for its GGUF architecture; where layers have shapes of their own, of the
+    same model without them.
 
     Raises:
         CheckpointError: no Hugging Face layout describes it.
@@ -93,21 +94,21 @@ def hf_config(model: Model) -> Mapping[str, Any]:
 
 
 def own_layers(model: Model) -> list[DecoderConfig]:
-    """The shape of each layer of a decoder whose layers have shapes of their own; else empty."""
+    """The shape for GGUF of each layer of a decoder whose layers have shapes of their own; else empty."""
     config = model.config
     listed = isinstance(config, DecoderConfig) and config.layers
     return [config.at(layer) for layer in range(config.num_layers)] if listed else []
 
 
 def state(model: Model) -> dict[str, Tensor]:
-    """The model's weights under Hugging Face's names; of tied ones the first only."""
+    """The model's weights for a GGUF architecture under Hugging Face's names; of tied ones the first only."""
     seen: dict[int, str] = {}
     found = model.net.state_dict(keep_vars=True)
     return {name: t.detach() for name, t in found.items() if seen.setdefault(id(t), name) == name}
 
 
 def shape_of(model: Model, context: int) -> GGUFShape:
-    """The shape of a model that `why_no_shape` has no reason against.
+    """The GGUF architecture's shape of a model that `why_no_shape` has no reason against.
 
     Args:
         context: positions that the model was trained for.
@@ -134,7 +135,8 @@ def shape_of(model: Model, context: int) -> GGUFShape:
 
 
 def _window(model: Model, raw: Mapping[str, Any]) -> int:
-    """The widest window of attention that a layer has; 0: none has one, or its family says so in another way."""
+    """The widest window of attention that a layer has, for its GGUF architecture; 0: none has one, or its family says
+    so in another way."""
     own = [layer.sliding_window for layer in own_layers(model)]
     return max(own) if own else (raw.get("sliding_window") or 0) * (raw.get("model_type") == "mistral")
 

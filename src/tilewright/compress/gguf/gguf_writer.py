@@ -30,7 +30,7 @@ def write_file(
     chat_template: str | None,
     codes: Mapping[str, IntegerTensor] | None = None,
 ) -> None:
-    """Write a model.
+    """Write the GGUF file of a model.
 
     Args:
         path: of the file.
@@ -78,7 +78,7 @@ _ENDS_BY_NAME = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endo
 
 
 def beyond(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> tuple[str, ...]:
-    """Names of the tokens that end an answer and that a file has no place for.
+    """Names of the tokens that end an answer and that a GGUF file has no place for.
 
     Example:
         >>> beyond(0, [1, 0, 2, 3, 4], ["</s>", "<|end|>", "<|im_end|>", "<|user|>", "<|tool|>"])
@@ -88,8 +88,8 @@ def beyond(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> tuple[st
 
 
 def _others(eos_id: int, stops: Sequence[int], tokens: Sequence[str]) -> list[int]:
-    """The tokens that end an answer beside the end of a text: the template's own first, then what llama.cpp has to be
-    told."""
+    """The tokens for a GGUF file that end an answer beside the end of a text: the template's own first, then those that
+    llama.cpp needs listed."""
     others = [i for i in stops if i != eos_id]
     return others[:1] + sorted(others[1:], key=lambda i: tokens[i] in _ENDS_BY_NAME)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def read_formats(path: Path) -> dict[str, int]:
-    """Number of tensors by format, such as {"q8_0": 43, "f32": 13}."""
+    """Read a GGUF file's formats: number of tensors by format, such as {"q8_0": 43, "f32": 13}."""
     from gguf import GGUFReader
 
     return dict(Counter(tensor.tensor_type.name.lower() for tensor in GGUFReader(path).tensors))

@@ -19,7 +19,7 @@ BLOCK = 32
 def named_tensors(
     weights: Mapping[str, Tensor], shape: GGUFShape, codes: Mapping[str, IntegerTensor]
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
-    """(name in the file, FP32 array, blocks of Q4_0 or None) of each weight, one at a time.
+    """The tensors of a GGUF file: (name in the file, FP32 array, blocks of Q4_0 or None) of each weight, one at a time.
 
     Args:
         weights: under Hugging Face's names.
@@ -42,7 +42,8 @@ def named_tensors(
 
 
 def q4_0_blocks(codes_RC: np.ndarray, scale_RG: np.ndarray) -> np.ndarray:
-    """Rows of blocks [R, C / 32 * 18] uint8: an FP16 scale, then 16 bytes of two codes each, +8, i and i + 16.
+    """Tensor as GGUF blocks of Q4_0: rows [R, C / 32 * 18] uint8: an FP16 scale, then 16 bytes of two codes each, +8, i
+    and i + 16.
 
     Args:
         codes_RC: int8, -8..7.
@@ -61,7 +62,7 @@ def q4_0_blocks(codes_RC: np.ndarray, scale_RG: np.ndarray) -> np.ndarray:
 
 
 def to_neighbours(weight_RC: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of a projection to rotary heads, reordered so that pairs (i, i + D/2) become (2i, 2i + 1).
+    """Rows of a GGUF tensor, a projection to rotary heads, reordered so that pairs (i, i + D/2) become (2i, 2i + 1).
 
     Queries and keys are reordered alike, so their products are the same.
 
@@ -74,15 +75,15 @@ def to_neighbours(weight_RC: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def stored_format(array: np.ndarray, asked: str) -> str:
-    """The format of one tensor in a file of `asked` ("f16", "q8_0", "q4_0"): vectors stay FP32, and a matrix whose rows
-    are no whole blocks is F16."""
+    """The format of one tensor in a GGUF file of `asked` ("f16", "q8_0", "q4_0"): vectors stay FP32, and a matrix whose
+    rows are no whole blocks is F16."""
     if array.ndim == 1:
         return "f32"
     return asked if asked == "f16" or array.shape[-1] % BLOCK == 0 else "f16"
 
 
 def stored_values(values: Tensor, asked: str) -> Tensor:
-    """A weight as a file of `asked` gives it back, FP32."""
+    """Values of a tensor as a GGUF file of `asked` returns it, FP32."""
     import gguf
 
     array = np.ascontiguousarray(values.float().cpu().numpy())

@@ -37,15 +37,15 @@ class Vocabulary:
 
 
 def normal_form(tokenizer: Tokenizer) -> str:
-    """The Unicode form that the tokenizer brings text into: "NFC", or "" where it leaves text as it is. Another
-    normalizer's names, with + between them."""
+    """The Unicode form that a vocabulary's tokenizer brings text into: "NFC", or "" where it leaves text as it is.
+    Another normalizer's names, with + between them."""
     return "+".join(_normalizers(json.loads(tokenizer.backend.to_str()).get("normalizer")))
 
 
 def why_no_vocabulary(
     tokenizer: Tokenizer, begin: Sequence[int] = (), end: Sequence[int] = (), *, normalized: bool = False
 ) -> str | None:
-    """Why llama.cpp would give other ids than this tokenizer; None where it gives the same.
+    """Why llama.cpp has no vocabulary that gives the ids of this tokenizer; None where it gives the same.
 
     Args:
         tokenizer: of the run.
@@ -83,7 +83,7 @@ def why_no_vocabulary(
 
 
 def vocabulary(tokenizer: Tokenizer, size: int, begin: Sequence[int], end: Sequence[int]) -> Vocabulary:
-    """The tokenizer's vocabulary, filled up to the `size` of the model's embedding.
+    """The tokenizer's vocabulary for GGUF, filled up to the `size` of the model's embedding.
 
     Args:
         tokenizer: one that `why_no_vocabulary` has no reason against.
@@ -102,7 +102,7 @@ def vocabulary(tokenizer: Tokenizer, size: int, begin: Sequence[int], end: Seque
 
 
 def _normalizers(raw: dict[str, Any] | None) -> list[str]:
-    """Names of the steps of a tokenizer.json's normalizer."""
+    """Names of the steps of a tokenizer.json's normalizer, for llama.cpp's vocabulary."""
     if not raw:
         return []
     if raw.get("type") == "Sequence":
@@ -111,7 +111,7 @@ def _normalizers(raw: dict[str, Any] | None) -> list[str]:
 
 
 def _pattern(raw: dict[str, Any]) -> str | None:
-    """llama.cpp's name of the pattern of a tokenizer.json."""
+    """The vocabulary's pattern: llama.cpp's name of that of a tokenizer.json."""
     steps = raw.get("pre_tokenizer") or {}
     match steps.get("pretokenizers", [steps]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:

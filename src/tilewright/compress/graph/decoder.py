@@ -40,7 +40,7 @@ class GraphBlock(nn.Module):
     def forward(
         self, x_1SD: Tensor, cos: Tensor, sin: Tensor, bias_ST: Tensor, past: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the part, or the model, with the keys and values of earlier tokens: see
+        """Run a block of the decoder's graph with the keys and values of earlier tokens: see
         `attention.GroupedQueryGraph.forward`."""
         kept: tuple[Tensor, ...] = ()
         if self.has_attention:
@@ -88,8 +88,8 @@ class DecoderGraph(nn.Module):
         """Of each layer."""
 
     def forward(self, ids_1S: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        """Ids [1, S] int64 and the kept tensors [1, heads, T - S, width] -> logits [1, S, V] and the kept tensors
-        [1, heads, T, width]."""
+        """The decoder as a graph: ids [1, S] int64 and the kept tensors [1, heads, T - S, width] -> logits [1, S, V]
+        and the kept tensors [1, heads, T, width]."""
         query_S = torch.arange(past[0].shape[2], past[0].shape[2] + ids_1S.shape[1])
         key_T = torch.arange(past[0].shape[2] + ids_1S.shape[1])
         biases = {window: causal_bias(query_S, key_T, window) for window in dict.fromkeys(self.windows)}

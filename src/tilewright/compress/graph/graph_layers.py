@@ -20,7 +20,7 @@ class GraphNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> the same shape and dtype."""
+        """Norm layer of a graph: x [..., D] -> the same shape and dtype."""
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
@@ -40,20 +40,20 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", 1.0 / theta**exponent, persistent=False)
 
     def forward(self, position_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [S] integers -> cos and sin, each [S, R/2] FP32."""
+        """Rotary layer of a graph: positions [S] integers -> cos and sin, each [S, R/2] FP32."""
         angles = position_S[:, None].float() * self.frequencies
         return angles.cos(), angles.sin()
 
 
 def turn(x_1HSR: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-    """Halves turned against each other, as `ops.backends.ref.math.rope`."""
+    """Rotary turn in a graph's layers: halves turned against each other, as `ops.backends.ref.math.rope`."""
     first, second = x_1HSR.chunk(2, dim=-1)
     return torch.cat((first * cos_SR - second * sin_SR, second * cos_SR + first * sin_SR), dim=-1)
 
 
 def causal_bias(query_S: Tensor, key_T: Tensor, window: int = 0) -> Tensor:
-    """[S, T] FP32: 0 where a query's position may look at a key's, minus infinity elsewhere. `window`: positions that
-    each one sees at most, itself included; 0: all before it."""
+    """Causal mask of a graph's layers, [S, T] FP32: 0 where a query's position may look at a key's, minus infinity
+    elsewhere. `window`: positions that each one sees at most, itself included; 0: all before it."""
     zero, never = torch.zeros(()), torch.full((), float("-inf"))
     seen_ST = key_T[None, :] <= query_S[:, None]
     if window:
@@ -62,7 +62,7 @@ def causal_bias(query_S: Tensor, key_T: Tensor, window: int = 0) -> Tensor:
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer in place of layers that read the same input; their outputs follow each other.
+    """Join layers of a graph that read the same input into one; their outputs follow each other.
 
     An input is then read, and quantised, once. Each output channel keeps its own weights, so scales per channel or
     per group are what they were.

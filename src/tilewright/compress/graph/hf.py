@@ -38,7 +38,7 @@ class HFGraph(nn.Module):
         self._cache = cache_name(self.net) or ""
 
     def forward(self, ids_1S: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        """Run the part, or the model, with the keys and values of earlier tokens: see
+        """Run a Hugging Face model's graph with the keys and values of earlier tokens: see
         `decoder.DecoderGraph.forward`."""
         if not self.kept:
             return (self.net(input_ids=ids_1S).logits,)

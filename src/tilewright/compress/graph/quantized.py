@@ -30,19 +30,20 @@ class Int8Embedding(nn.Module):
         self.register_buffer("codes", (weight_VD / scale_V1).round().to(torch.int8))
 
     def forward(self, ids_1S: Tensor) -> Tensor:
-        """[1, S] -> [1, S, D] FP32."""
+        """Quantised embedding of a graph, INT8: [1, S] -> [1, S, D] FP32."""
         return self.codes[ids_1S].float() * self.scale[ids_1S]
 
 
 def why_not_8da4w(graph: nn.Module) -> str | None:
-    """Why linear layers cannot be quantised in groups of 4 bits; None where at least one can."""
+    """Why a graph's linear layers cannot be quantised in groups of 4 bits; None where at least one can."""
     return None if any(map(_fits, graph.modules())) else f"no linear layer's input is a multiple of {GROUP} wide"
 
 
 def quantize_8da4w(
     graph: nn.Module, codes: Mapping[str, IntegerTensor] | None = None
 ) -> tuple[nn.Module, dict[str, int]]:
-    """A copy with linear layers in 4 bits by groups of `GROUP`, activations in INT8 per token, the embedding in INT8.
+    """A quantised copy of a graph with linear layers in 4 bits by groups of `GROUP`, activations in INT8 per token, the
+    embedding in INT8.
 
     Args:
         graph: of `graph_of`.

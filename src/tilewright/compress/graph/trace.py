@@ -28,7 +28,7 @@ GRAPHS: dict[str, Callable[[Any], nn.Module]] = {"decoder": DecoderGraph, "hf": 
 
 
 def why_no_graph(model: Model) -> str | None:
-    """Why a model cannot become a graph; None where tracing it can be tried. Quick."""
+    """Why a model cannot be traced as a graph; None where it can be tried. Quick."""
     config = model.config
     if isinstance(config, DecoderConfig) and any(shape.attention == "linear" for shape in config.shapes):
         return "linear attention keeps a state, and graphs keep tensors of all positions"
@@ -37,7 +37,7 @@ def why_no_graph(model: Model) -> str | None:
 
 
 def graph_of(model: Any, image_size: int = 0) -> Any:
-    """The graph form of a model in FP32, in evaluation mode.
+    """The graph form of a model to trace, in FP32, in evaluation mode.
 
     Args:
         model: a `models.base.protocols.Model`.
@@ -60,18 +60,18 @@ def graph_of(model: Any, image_size: int = 0) -> Any:
 
 
 def input_names(graph: Graph) -> list[str]:
-    """Names of the inputs, in order: ids or pixels, then what is kept."""
+    """Names of a traced graph's inputs, in order: ids or pixels, then what is kept."""
     first = PIXELS if isinstance(graph, ImageGraph) else IDS
     return [first, *(f"past.{name}" for name, _ in graph.kept)]
 
 
 def output_names(graph: Graph) -> list[str]:
-    """Names of the outputs, in order: logits, then what is kept."""
+    """Names of a traced graph's outputs, in order: logits, then what is kept."""
     return [LOGITS, *(f"kept.{name}" for name, _ in graph.kept)]
 
 
 def example(graph: Graph, new: int = 6, past: int = 7) -> tuple[Tensor, ...]:
-    """Inputs of `new` tokens after `past` ones, or of `new` images."""
+    """Example inputs to trace with: `new` tokens after `past` ones, or `new` images."""
     if isinstance(graph, ImageGraph):
         return (torch.zeros(new, *graph.shape),)
     kept = [torch.zeros(1, heads, past, width) for _, (heads, _, width) in graph.kept]
@@ -79,7 +79,7 @@ def example(graph: Graph, new: int = 6, past: int = 7) -> tuple[Tensor, ...]:
 
 
 def trace(graph: nn.Module, *, longest: int | None = None) -> ExportedProgram:
-    """The graph as an ExportedProgram of free lengths.
+    """Trace a graph as an ExportedProgram of free lengths.
 
     Args:
         graph: of `graph_of`, or a quantised copy of one.
@@ -104,7 +104,7 @@ def trace(graph: nn.Module, *, longest: int | None = None) -> ExportedProgram:
 
 @contextmanager
 def converting(what: str, *, need: str, errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn what a converter raises about a model into an error of the export; OSError, a full disk, passes.
+    """Turn what a converter of a traced graph raises into an error of the export; OSError, a full disk, passes.
 
     Args:
         what: the first line of the error.

@@ -24,8 +24,9 @@ _SHOWN = 5
 
 
 def differing_matrices(path: Path, graph: nn.Module) -> str:
-    """Which matrices of a graph the file does not hold, and which of its own are none of the graph's, in words; "" for
-    none. The second finds damage to one of two copies: a table of ids that is the head too is stored twice.
+    """Check the matrices of an ONNX file: which of a graph's it does not hold, and which of its own are none of the
+    graph's, in words; "" for none. The second finds damage to one of two copies: a table of ids that is the head too is
+    stored twice.
 
     Args:
         path: of an ONNX file.
@@ -50,7 +51,8 @@ def _rows(matrix: Tensor) -> Tensor:
 
 
 def _unlike(matrix: Tensor, others: Iterable[Tensor]) -> int:
-    """How many rows of a matrix are neither rows nor columns of others, or are there more often than in these."""
+    """Check a matrix of an ONNX file: how many of its rows are neither rows nor columns of others, or are there more
+    often than in these."""
     rows_RK = _rows(matrix)
     width = rows_RK.shape[1]
     ways = [way for one in others for way in (one, one.mT) if way.shape[-1] == width]
@@ -68,13 +70,13 @@ def _unlike(matrix: Tensor, others: Iterable[Tensor]) -> int:
 
 
 def _far(rows_RK: Tensor, others_RK: Tensor) -> Tensor:
-    """Which rows differ from others by more than a step of codes."""
+    """Rows of a checked matrix that differ from others by more than a step of codes."""
     largest_R = torch.maximum(rows_RK.abs().amax(1), others_RK.abs().amax(1))
     return (rows_RK - others_RK).abs().amax(1) > STEP * largest_R
 
 
 def _matrices(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Constants of the file with two dims or more, by name, in FP32."""
+    """Matrices of an ONNX file to check: constants with two dims or more, by name, in FP32."""
     import onnx
     from onnx import helper, numpy_helper
 

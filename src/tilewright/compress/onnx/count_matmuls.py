@@ -7,7 +7,8 @@ _INTEGER = ("MatMulInteger", "QLinearMatMul", "MatMulNBits", "DynamicQuantizeMat
 
 
 def count_matmuls(model) -> dict[str, int]:
-    """Operators by name; those of weights in FP32 under "fp32". Matmuls of two activations (attention) are left out."""
+    """Count the matmuls of an ONNX graph: operators by name; those of weights in FP32 under "fp32". Matmuls of two
+    activations (attention) are left out."""
     weights = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) > 1}
     made: dict[str, str] = {}
     for node in model.graph.node:

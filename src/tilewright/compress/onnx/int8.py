@@ -19,7 +19,7 @@ from tilewright.compress.onnx.int8_columns import quantize_rows, scale_overrides
 
 
 def quantize_int8(model):
-    """An FP32 ModelProto -> one in INT8. The given one is used up.
+    """Quantise an ONNX graph to INT8: an FP32 ModelProto -> one in INT8. The given one is used up.
 
     Args:
         model: of `export.onnx.to_onnx`.
@@ -48,8 +48,8 @@ def quantize_int8(model):
 
 
 def routers(graph) -> list[str]:
-    """Names of the matmuls that choose experts: those that a TopK reads, with no other matmul between. A rounded router
-    chooses other experts."""
+    """Routers of an ONNX graph that INT8 leaves out: names of the matmuls that choose experts, those that a TopK reads,
+    with no other matmul between. A rounded router chooses other experts."""
     makers = {name: node for node in graph.node for name in node.output}
     found, seen, waiting = [], set(), [name for node in graph.node if node.op_type == "TopK" for name in node.input]
     while waiting:
@@ -65,13 +65,13 @@ def routers(graph) -> list[str]:
 
 
 def lookup(graph):
-    """The node that looks the ids up in the embedding."""
+    """The node of an ONNX graph that looks the ids up in the embedding, which INT8 changes."""
     (node,) = [node for node in graph.node if node.op_type == "Gather" and node.input[1] == IDS]
     return node
 
 
 def untie(model, table: str) -> str | None:
-    """Give a head that reads the table through a Transpose a matrix [D, V] of its own; its name."""
+    """Untie a head for INT8: give one that reads the table through a Transpose a matrix [D, V] of its own; its name."""
     from onnx import numpy_helper
 
     graph = model.graph
@@ -88,7 +88,8 @@ def untie(model, table: str) -> str | None:
 
 
 def quantize_table(model, table: str, head: str | None):
-    """Look ids up in INT8: in the columns of the head's matrix where there is one, else in rows with a scale each."""
+    """Quantise the ids' table of an ONNX graph to INT8: in the columns of the head's matrix where there is one, else in
+    rows with a scale each."""
     from onnx import TensorProto, helper, numpy_helper
 
     graph = model.graph

@@ -24,7 +24,8 @@ from tilewright.formats.integer import IntegerTensor, quantize_pairs
 
 
 def as_rows(weight: np.ndarray) -> torch.Tensor:
-    """[..., K, N] -> a row per output channel; experts follow each other in it, and no pair lies in two of them."""
+    """INT8 columns as rows: [..., K, N] -> a row per output channel; experts follow each other in it, and no pair lies
+    in two of them."""
     inputs = weight.shape[-2]
     padded = np.zeros((*weight.shape[:-2], inputs + inputs % 2, weight.shape[-1]), np.float32)
     padded[..., :inputs, :] = weight
@@ -32,7 +33,7 @@ def as_rows(weight: np.ndarray) -> torch.Tensor:
 
 
 def quantize_columns(weight_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes int8 [K, N] and scales FP32 [N].
+    """INT8 codes [K, N] and scales FP32 [N] of an ONNX matmul's columns.
 
     Example:
         >>> codes_KN, scale_N = quantize_columns(np.array([[1.0], [1.0]], np.float32))  # both at 127 would be clipped
@@ -44,14 +45,13 @@ def quantize_columns(weight_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_rows(weight_VD: np.ndarray) -> IntegerTensor:
-    """Codes and scales of a table that is looked up by rows, which a tied head multiplies with."""
+    """INT8 codes and scales of a table that is looked up by rows, which a tied head multiplies with as columns."""
     return quantize_pairs(torch.tensor(weight_VD, dtype=torch.float32))
 
 
 def with_matmuls(model):
-    """The model with MatMul in place of each Gemm, as onnxruntime's quantiser would make it first: its weights then
-    have
-    the names that it will look up."""
+    """The ONNX model with MatMul in place of each Gemm, before its INT8 columns, as onnxruntime's quantiser would make
+    it first: its weights then have the names that it will look up."""
     from onnxruntime.quantization.onnx_model import ONNXModel
 
     wrapped = ONNXModel(model)
@@ -60,7 +60,8 @@ def with_matmuls(model):
 
 
 def scale_overrides(graph, excluded: Sequence[str]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """onnxruntime's `TensorQuantOverrides` for the constant weights of all matmuls but `excluded`: our scales.
+    """onnxruntime's `TensorQuantOverrides` with our INT8 scales by column for the constant weights of all matmuls but
+    `excluded`.
 
     Args:
         graph: of `with_matmuls`.

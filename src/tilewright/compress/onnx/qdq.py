@@ -21,7 +21,8 @@ _RUNTIME_OPS = ("DynamicQuantizeLinear", "MatMulInteger", "QLinearMatMul", "Conv
 
 
 def quantize_qdq(model, rows: Iterable[np.ndarray], kept: Sequence[tuple[str, tuple[int, int]]]):
-    """An FP32 ModelProto -> one with pairs of QuantizeLinear and DequantizeLinear. The given one is used up.
+    """Quantise an ONNX graph with QDQ: an FP32 ModelProto -> one with pairs of QuantizeLinear and DequantizeLinear. The
+    given one is used up.
 
     Args:
         model: of `export.onnx.to_onnx`.
@@ -62,8 +63,8 @@ def quantize_qdq(model, rows: Iterable[np.ndarray], kept: Sequence[tuple[str, tu
 
 
 def violations(model, fp32: Sequence[str] = ()) -> list[str]:
-    """Violations of TensorRT's explicit quantisation: what it would refuse or not compute in INT8, with the node's
-    name.
+    """Violations of explicit quantisation (QDQ) in an ONNX graph: what TensorRT would refuse or not compute in INT8,
+    with the node's name.
 
     Args:
         model: ModelProto.

@@ -45,7 +45,8 @@ CLEAR = 2.0
 
 
 def compare(expected: ReferenceAnswer, logits_NV: np.ndarray, ours: np.ndarray | None = None) -> AnswerDifference | str:
-    """The difference, or in words why there is none: other shapes, numbers that are not finite.
+    """Compare a consumer's answers with our model's: the difference, or in words why there is none: other shapes,
+    numbers that are not finite.
 
     Args:
         expected: labels and domains of the answers, and the log-probabilities of our model.
@@ -92,7 +93,7 @@ def compare(expected: ReferenceAnswer, logits_NV: np.ndarray, ours: np.ndarray |
 
 
 def as_json(difference: AnswerDifference) -> dict[str, Any]:
-    """Plain types."""
+    """The comparison of answers as plain types."""
     loss, right = (
         {name: {"fp32": ours, "consumer": theirs} for name, (ours, theirs) in found.items()}
         for found in (difference.loss, difference.right)

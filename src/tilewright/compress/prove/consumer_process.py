@@ -36,7 +36,7 @@ class ConsumerLimits:
 
     @classmethod
     def of_this_machine(cls, seconds: float = 600.0) -> "ConsumerLimits":
-        """Limits from this machine: two thirds of the memory that is free now."""
+        """Limits of a consumer's process from this machine: two thirds of the memory that is free now."""
         return cls(seconds, psutil.virtual_memory().available * 2 // 3)
 
 
@@ -61,7 +61,7 @@ class ConsumerOutcome:
 def ask(
     module: str, request: Request, limits: ConsumerLimits, on_line: Callable[[str], object] = lambda line: None
 ) -> ConsumerOutcome:
-    """Run a consumer to its end.
+    """Run a consumer's process to its end.
 
     Args:
         module: of the script, see `consumer_session`.
@@ -97,7 +97,7 @@ def ask(
 def _watch(
     child: "subprocess.Popen[bytes]", limits: ConsumerLimits, log: Path, on_line: Callable[[str], object]
 ) -> str | None:
-    """Wait for the end; which limit was exceeded, or None."""
+    """Watch a consumer's process until its end; which limit was exceeded, or None."""
     started, shown = time.monotonic(), ""
     while child.poll() is None:
         used = _resident(child.pid)
@@ -125,7 +125,7 @@ def _resident(pid: int) -> int:
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
-    """End the child's whole session: a runtime may have started processes of its own."""
+    """Kill a consumer's process with its whole session: a runtime may have started processes of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -97,15 +97,15 @@ class ConsumerSession:
         self.notes: list[str] = []
 
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """Logits or log-probabilities [P, V] that the model puts out at positions of one row of ids."""
+        """A consumer's logits or log-probabilities [P, V] at positions of one row of ids, in its session."""
         raise NotImplementedError
 
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
-        """Logits [B, C] of images; of consumers that such models are exported for."""
+        """A consumer's logits [B, C] of images in its session; of consumers that such models are exported for."""
         raise NotImplementedError
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
-        """Ids of texts by the tokenizer in the artefact; None where it has none.
+        """A consumer's ids of texts in its session, by the tokenizer in the artefact; None where it has none.
 
         Args:
             texts: whose special tokens are text.
@@ -114,25 +114,26 @@ class ConsumerSession:
         return None
 
     def facts(self) -> Mapping[str, Any]:
-        """Facts that the artefact tells this runtime: "positions", the most that the model knows, and
-        "chat_template"; what it cannot tell is left out."""
+        """Facts in a consumer's session that the artefact tells this runtime: "positions", the most that the model
+        knows, and "chat_template"; what it cannot tell is left out."""
         return {}
 
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """Seconds for the logits after a row of ids, nothing of it cached."""
+        """A consumer's seconds for the logits after a row of ids, nothing of it cached, in its session."""
         raise NotImplementedError
 
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """Seconds for one more token, all but the last of `ids_S` being cached; None where there is no cache."""
+        """A consumer's seconds for one more token in its session, all but the last of `ids_S` being cached; None where
+        there is no cache."""
         return None
 
     def quantized(self) -> Mapping[str, int] | None:
-        """Operators by the format that they compute in, such as {"MatMulInteger": 43}."""
+        """Operators of a consumer's session by the format that they compute in, such as {"MatMulInteger": 43}."""
         return None
 
 
 def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
-    """Answer the request that the command line names."""
+    """Serve a consumer's session: answer the request that the command line names."""
     request = Request(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     folder = Path(request.answer)
     started = time.perf_counter()
@@ -195,7 +196,7 @@ def _of_text(session: ConsumerSession, question: Question, folder: Path, load_s:
 
 
 def _all_logits(session: ConsumerSession, question: Question) -> np.ndarray:
-    """[N, V] FP32, in the order of `Question.positions`."""
+    """All logits of a consumer's session, [N, V] FP32, in the order of `Question.positions`."""
     found = []
     for row, ids_S in enumerate(question.rows):
         asked = question.positions_N2[question.positions_N2[:, 0] == row, 1]
@@ -211,7 +212,7 @@ def _median(repeats: int, seconds: Callable[[], float]) -> float:
 
 
 def peak_bytes() -> int:
-    """Highest resident memory of this process so far."""
+    """Highest resident memory of the consumer's process so far."""
     status = Path("/proc/self/status")
     if status.is_file():  # ru_maxrss begins with that of the process that started this one
         lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())

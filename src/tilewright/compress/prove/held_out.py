@@ -50,7 +50,7 @@ class ReferenceAnswer:
 def ask_held_out(
     recipe: Recipe, data: Prepared, tokenizer: Tokenizer, model: Model, vocab_size: int
 ) -> tuple[Question, ReferenceAnswer, ReferenceTexts]:
-    """Rows, positions and texts of the held-out data, and the answers of the model.
+    """Ask held-out rows of a proof: rows, positions and texts, and the answers of the model.
 
     Raises:
         DataError: nothing is held out, or none of it has a target.
@@ -91,7 +91,7 @@ def ask_held_out(
 
 
 def ask_images(recipe: Recipe, data: Prepared, model: Model) -> tuple[ImageQuestion, ReferenceAnswer]:
-    """Held-out images, and the answers of the model.
+    """Ask held-out images of a proof, and the answers of the model.
 
     Raises:
         DataError: nothing is held out.
@@ -112,7 +112,8 @@ def ask_images(recipe: Recipe, data: Prepared, model: Model) -> tuple[ImageQuest
 
 @torch.inference_mode()
 def reference(model: Model, question: Question | ImageQuestion) -> np.ndarray:
-    """FP64 log-probabilities [N, V] of a model in FP32, eager; of images [N, classes]."""
+    """Reference answers on held-out rows: FP64 log-probabilities [N, V] of a model in FP32, eager; of images [N,
+    classes]."""
     if isinstance(question, ImageQuestion):
         each: Any = model
         logits = [each.image_logits(torch.from_numpy(pixels)) for pixels in question.batches()]
@@ -125,7 +126,7 @@ def reference(model: Model, question: Question | ImageQuestion) -> np.ndarray:
 
 
 def _pieces(batches: list[dict[str, Tensor]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, labels) of each document's piece in packed rows."""
+    """Held-out pieces: (ids, labels) of each document's piece in packed rows."""
     for packed in batches:
         batch: Mapping[str, Tensor] = as_rows(packed) if is_pairs(packed) else packed
         for ids_S, labels_S, segments_S in zip(batch["input_ids"], batch["labels"], batch["segments"], strict=True):
@@ -136,7 +137,7 @@ def _pieces(batches: list[dict[str, Tensor]]) -> Iterator[tuple[np.ndarray, np.n
 
 
 def _texts(data: Prepared, tokenizer: Tokenizer, rows: list[np.ndarray]) -> list[str]:
-    """All held-out documents up to some megabytes; of conversations the rows."""
+    """Held-out texts: all documents up to some megabytes; of conversations the rows."""
     documents = data.held_out_documents() if isinstance(data, PreparedData) else rows
     texts, size = [], 0
     for ids in documents:
@@ -148,7 +149,7 @@ def _texts(data: Prepared, tokenizer: Tokenizer, rows: list[np.ndarray]) -> list
 
 
 def _long_row(ids: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Ids for latencies: `CACHED_AT` + 1 of them; of a model that may have a table of positions no more than its rows
-    had."""
+    """Held-out ids for latencies: `CACHED_AT` + 1 of them; of a model that may have a table of positions no more than
+    its rows had."""
     length = CACHED_AT + 1 if recipe.model.kind != "hf" else min(CACHED_AT + 1, recipe.data.seq_len)
     return np.resize(ids, length)

@@ -50,7 +50,8 @@ class LlamaCpp(ConsumerSession):
         self.runtime = f"llama.cpp (xllamacpp {importlib.metadata.version('xllamacpp')})"
 
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """Log-probabilities; those below the smallest normal FP32 probability are the server's lowest number."""
+        """Log-probabilities by llama.cpp's server; those below the smallest normal FP32 probability are the server's
+        lowest number."""
         return np.stack([self._distribution(ids_S[: position + 1]) for position in positions_P])
 
     def _distribution(self, ids: np.ndarray) -> np.ndarray:
@@ -63,31 +64,33 @@ class LlamaCpp(ConsumerSession):
         return log_probs_V
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
-        """Token ids by the server's own tokenizer; special tokens in a text are text."""
+        """Token ids by the tokenizer of llama.cpp's server; special tokens in a text are text."""
         asked = {"add_special": special, "parse_special": False}
         form = self.request.options.get("normalize", "")
         given = [unicodedata.normalize(form, text) if form else text for text in texts]
         return [self._post("/tokenize", {"content": text, **asked})["tokens"] for text in given]
 
     def facts(self) -> Mapping[str, Any]:
-        """The length that the model was trained for, and the template that the server renders with."""
+        """Facts by llama.cpp: the length that the model was trained for, and the template that the server renders
+        with."""
         models = self._get("/v1/models")["data"]
         positions = models[0]["meta"]["n_ctx_train"]
         return {"positions": positions, "chat_template": self._get("/props").get("chat_template")}
 
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """The server's own measure of the prompt."""
+        """Seconds of a prefill by llama.cpp: the server's own measure of the prompt."""
         return self._complete(ids_S, cache_prompt=False)["timings"]["prompt_ms"] / 1000
 
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """The server's measure of a prompt of which all but one token are cached."""
+        """Seconds of a cached token by llama.cpp: the server's measure of a prompt of which all but one token are
+        cached."""
         timings = self._complete(ids_S)["timings"]
         if timings["prompt_n"] != 1:  # the first time nothing was cached
             timings = self._complete(ids_S)["timings"]
         return timings["prompt_ms"] / 1000 if timings["prompt_n"] == 1 else None
 
     def quantized(self) -> Mapping[str, int] | None:
-        """Tensors by format, as the file's header has them: each multiplies in its own."""
+        """Tensors of llama.cpp's file by format, as its header has them: each multiplies in its own."""
         return read_formats(Path(self.request.artefact))
 
     def _complete(self, ids: np.ndarray, **options: Any) -> dict[str, Any]:

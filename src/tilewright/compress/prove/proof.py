@@ -55,8 +55,8 @@ class Proof:
         stored: np.ndarray | None = None,
         differing: Callable[[Path], str] | None = None,
     ) -> dict[str, Any]:
-        """The part of a row that the consumer decides: state, reason, and what was measured. Never raises for what a
-        consumer does.
+        """A proof's part of a row that the consumer decides: state, reason, and what was measured. Never raises for
+        what a consumer does.
 
         Args:
             module: of the consumer.

@@ -35,7 +35,7 @@ class Question:
     special: Sequence[int] = ()
 
     def save(self, folder: Path) -> None:
-        """Write the files; `folder` exists."""
+        """Write the files of a question to consumers; `folder` exists."""
         tokens_RS = np.full((len(self.rows), max(map(len, self.rows))), PADDING, np.int64)
         for row, ids in zip(tokens_RS, self.rows, strict=True):
             row[: len(ids)] = ids
@@ -47,7 +47,7 @@ class Question:
 
     @classmethod
     def load(cls, folder: Path) -> "Question":
-        """Read what `save` wrote."""
+        """Read the question to consumers that `save` wrote."""
         tokens_RS = np.load(folder / "tokens.npy", allow_pickle=False)
         return cls(
             rows=[row[row != PADDING] for row in tokens_RS],

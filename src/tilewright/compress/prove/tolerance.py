@@ -45,7 +45,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 
 def beyond(tolerance: Tolerance, row: Mapping[str, object]) -> str:
-    """The numbers of a proof beyond their limits, in words; "" where there is none.
+    """The numbers of a proof beyond their tolerance, in words; "" where there is none.
 
     Args:
         tolerance: of the target.

@@ -48,7 +48,7 @@ class TorchModel(ConsumerSession):
         self.runtime = f"torch {version}, {options['dtype'].upper()} {'compiled' if options['compile'] else 'eager'}"
 
     def _check(self, missing: list[str], unexpected: list[str]) -> None:
-        """Tied weights are stored once, under their first name."""
+        """Check the weights of our torch model in an artefact: tied ones are stored once, under their first name."""
         state = self.model.state_dict(keep_vars=True)
         loaded = {id(tensor) for name, tensor in state.items() if name not in missing}
         lost = [name for name in missing if id(state[name]) not in loaded]
@@ -57,18 +57,18 @@ class TorchModel(ConsumerSession):
 
     @torch.inference_mode()
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """Logits of a row at some positions, in one pass."""
+        """Logits of a row at some positions by our torch model, in one pass."""
         return all_logits(self.model, ids_S)[torch.from_numpy(positions_P)].float().numpy()
 
     @torch.inference_mode()
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
-        """Logits of images, in one pass."""
+        """Logits of images by our torch model, in one pass."""
         pixels = torch.from_numpy(pixels_B3HW).to(DTYPES[self.request.options["dtype"]])
         return self.model.image_logits(pixels).float().numpy()
 
     @torch.inference_mode()
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """A pass over the row, logits of its last position."""
+        """Seconds of a prefill by our torch model: a pass over the row, logits of its last position."""
         ids_BS = torch.from_numpy(ids_S)[None]
         started = time.perf_counter()
         if self.causal:
@@ -79,7 +79,7 @@ class TorchModel(ConsumerSession):
 
     @torch.inference_mode()
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """A pass over the last token with the key/value cache."""
+        """Seconds of a cached token by our torch model: a pass over the last token with the key/value cache."""
         cache = self.model.new_cache(1, CACHED_AT + 1) if self.causal else None
         if cache is None:
             return None
@@ -91,7 +91,7 @@ class TorchModel(ConsumerSession):
 
 
 def all_logits(model: Any, ids_S: np.ndarray) -> torch.Tensor:
-    """Logits [S, V] of a row."""
+    """Logits [S, V] of a row by our torch model."""
     return model.logits(torch.from_numpy(np.ascontiguousarray(ids_S))[None])[0]
 
 

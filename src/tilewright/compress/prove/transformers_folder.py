@@ -39,27 +39,27 @@ class TransformersFolder(ConsumerSession):
 
     @torch.inference_mode()
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """Logits of a row at some positions, in one pass."""
+        """Logits of a row at some positions by transformers, in one pass."""
         return self._run(ids_S).logits[0, torch.from_numpy(positions_P)].float().numpy()
 
     @torch.inference_mode()
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
-        """Logits of images, in one pass."""
+        """Logits of images by transformers, in one pass."""
         return self.net(pixel_values=torch.from_numpy(pixels_B3HW).to(self.net.dtype)).logits.float().numpy()
 
     def token_ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]] | None:
-        """Token ids by AutoTokenizer; special tokens in a text are text."""
+        """Token ids by transformers' AutoTokenizer; special tokens in a text are text."""
         return self.tokenizer(list(texts), add_special_tokens=special, split_special_tokens=True)["input_ids"]
 
     def facts(self) -> Mapping[str, Any]:
-        """Positions by config.json, and what `apply_chat_template` would render with."""
+        """Facts by transformers: positions by config.json, and what `apply_chat_template` would render with."""
         positions = getattr(self.net.config, "max_position_embeddings", None)
         known = {"positions": positions} if positions is not None else {}
         return {**known, "chat_template": self.tokenizer.chat_template}
 
     @torch.inference_mode()
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """A pass over the row, logits of its last position where it is causal."""
+        """Seconds of a prefill by transformers: a pass over the row, logits of its last position where it is causal."""
         last = {"logits_to_keep": 1} if self.causal else {}
         started = time.perf_counter()
         self._run(ids_S, **last)
@@ -67,7 +67,8 @@ class TransformersFolder(ConsumerSession):
 
     @torch.inference_mode()
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """A pass over the last token with the key/value cache of the others."""
+        """Seconds of a cached token by transformers: a pass over the last token with the key/value cache of the
+        others."""
         if not self.causal:
             return None
         name = cache_name(self.net)

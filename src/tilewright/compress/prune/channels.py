@@ -68,14 +68,14 @@ def _tensors_by_group(model: Any, batch: Mapping[str, Tensor]) -> dict[Place, tu
 
 
 def _join(group_of: dict[str, int], one: str, other: str) -> None:
-    """Make the groups of two sources one."""
+    """Make the groups of two sources of channels one."""
     gone, stays = group_of[one], group_of[other]
     for name, group in group_of.items():
         group_of[name] = stays if group == gone else group
 
 
 def _width(seen_C: Tensor, channels: int) -> int | None:
-    """How many numbers behind each other are of one channel; None where the order is another."""
+    """How many channels' numbers follow each other: of one channel; None where the order is another."""
     width, rest = divmod(len(seen_C), channels)
     expected_C = torch.arange(1, channels + 1, dtype=torch.float64).repeat_interleave(width)
     return None if rest or not torch.allclose(seen_C, expected_C) else width
@@ -106,7 +106,7 @@ def _names(name: str, module: nn.Module, tensors: tuple[str, ...]) -> list[str]:
 def _seen(
     model: Any, batch: Mapping[str, Tensor], modules: Mapping[str, _Reader], source: str | None
 ) -> dict[str, Tensor]:
-    """The numbers of a source, and of the images, that arrive at each module, FP64."""
+    """Numbers of channels that arrive at each module, of a source and of the images, FP64."""
     seen: dict[str, Tensor] = {}
     with evaluation(model), _numbered(modules, source, seen):
         model.loss(batch)

@@ -36,7 +36,7 @@ class LayoutError(ConfigError):
 
 @torch.no_grad()
 def cut(model: Any, units: UnitGroup, kept: Kept) -> Any:
-    """A new model with these units alone.
+    """Cut a model: a new one with these units alone.
 
     Args:
         model: a `models.base.protocols.Model` on the host, FP32 or FP64.
@@ -106,7 +106,7 @@ def _old_name(name: str, units: UnitGroup, kept: Kept) -> str:
 
 
 def _same_dtypes(model: nn.Module, made: nn.Module) -> None:
-    """Buffers that are computed, not stored, in the precision that the old model has them in."""
+    """Give buffers of a cut model that are computed, not stored, the precision that the old model has them in."""
     before = dict(model.named_buffers())
     for name, buffer in made.named_buffers():
         if name in before and before[name].dtype != buffer.dtype:
@@ -148,7 +148,7 @@ def limit(model: nn.Module, kind: Kind) -> float:
 
 
 def short_batch(model: Any) -> dict[str, Tensor]:
-    """Two short rows of what a model learns from."""
+    """Two short rows of what a model learns from, to check a cut."""
     if hasattr(model, "short_batch"):
         return model.short_batch()
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +158,7 @@ def short_batch(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def losses_of(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Losses of all targets, in evaluation mode, FP64."""
+    """Losses of all targets, in evaluation mode, FP64, to check a cut."""
     with evaluation(model):
         return torch.cat([_losses(model, batch) for batch in batches])
 
@@ -170,7 +170,7 @@ def _losses(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 @contextmanager
 def _without(model: nn.Module, units: UnitGroup, kept: Kept) -> Iterator[None]:
-    """The model with the dropped units at zero; layers are left out, and experts never chosen."""
+    """The model before a cut with the dropped units at zero; layers are left out, and experts never chosen."""
     if units.kind == "layers":
         (listed,) = units.listed.values()
         with _fewer_layers(model, listed, kept[()]):

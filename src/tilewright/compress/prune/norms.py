@@ -21,7 +21,8 @@ from tilewright.models.base.eval_mode import evaluation
 
 @torch.no_grad()
 def estimate_norms(model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Running statistics of all batch norms that keep some, in place. Nothing else of the model changes.
+    """Estimate batch norms of a pruned model: running statistics of all that keep some, in place. Nothing else of the
+    model changes.
 
     Args:
         model: after a cut.

@@ -59,7 +59,7 @@ def prune(
     seed: int = 0,
     refit: bool = False,
 ) -> Pruned:
-    """Cut a share of the units of some kinds. The given model is left as it was.
+    """Prune a model: cut a share of the units of some kinds. The given model is left as it was.
 
     Kind by kind in the order of `shares`, layers last: the only dense ones may be among them. Each is scored on what is
     left by then.
@@ -107,7 +107,7 @@ def prune(
 
 
 def left(units: UnitGroup, share: float, multiple: int) -> int:
-    """How many units stay: the nearest multiple, not fewer than the model can do with, at most all.
+    """How many units stay when pruned: the nearest multiple, not fewer than the model can do with, at most all.
 
     Args:
         units: of a kind.
@@ -120,7 +120,8 @@ def left(units: UnitGroup, share: float, multiple: int) -> int:
 
 
 def best(scores: Scores, number: int, parts: Mapping[Place, int] = MappingProxyType({})) -> Kept:
-    """The units with the highest scores at each place, in ascending order; of equal ones the first.
+    """The units that pruning leaves: those with the highest scores at each place, in ascending order; of equal ones the
+    first.
 
     Args:
         scores: of units.
@@ -147,7 +148,7 @@ def _cut_kind(
     seed: int,
     refit: bool,
 ) -> Pruned:
-    """Cut in the first way of laying tensors out whose result is right."""
+    """Prune a kind of unit in the first way of laying tensors out whose result is right."""
     model, kind, seen = pruned.model, ways[0].kind, []
     for units in ways:
         kept = best(score(model, units, importance, batches, seed), number, units.parts)
@@ -173,9 +174,9 @@ def _cut_kind(
 
 
 def _refitted(model: Any, units: UnitGroup, pruned: Pruned, batches: Sequence[Batch]) -> Pruned:
-    """A cut with batch norms measured again, and with fitted layers where the losses on the batches are nearer to the
-    model's own with them. Each fit is to what the model reads, not to what the cut one does: where many follow each
-    other, as in a deep cut of a ResNet, that may be worse than none.
+    """A pruned model with batch norms measured again, and with fitted layers where the losses on the batches are nearer
+    to the model's own with them. Each fit is to what the model reads, not to what the cut one does: where many follow
+    each other, as in a deep cut of a ResNet, that may be worse than none.
 
     Args:
         model: before the cut.

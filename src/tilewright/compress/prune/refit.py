@@ -31,13 +31,13 @@ _AT_ONCE = 2**30
 
 
 def can_fit(units: UnitGroup) -> bool:
-    """True where layers read these units as channels: not of lists of modules, nor of experts."""
+    """True where layers that read these units can be refitted: as channels, not of lists of modules, nor of experts."""
     return not units.listed and units.kind != "experts"
 
 
 @torch.no_grad()
 def refit(model: Any, units: UnitGroup, kept: Kept, made: Any, batches: Sequence[Batch]) -> None:
-    """Fit, in place, the linear layers and convolutions of a cut model that read what was cut.
+    """Refit, in place, the linear layers and convolutions of a cut model that read what was cut.
 
     Args:
         model: before the cut, left as it was.
@@ -70,7 +70,7 @@ def refit(model: Any, units: UnitGroup, kept: Kept, made: Any, batches: Sequence
 
 
 def _fitted(weight_OK: Tensor, gram_KK: Tensor, index_S: Tensor) -> Tensor:
-    """Weights [O, S], FP64. Without data those that are there."""
+    """Refitted weights [O, S], FP64. Without data those that are there."""
     old_OS = weight_OK[:, index_S]
     near = _NEAR * float(gram_KK.diagonal().mean())
     if near == 0:
@@ -89,7 +89,7 @@ def _fitted(weight_OK: Tensor, gram_KK: Tensor, index_S: Tensor) -> Tensor:
 
 
 def _grams(model: Any, readers: Sequence[ChannelReader], batches: Sequence[Batch]) -> list[Tensor]:
-    """Sums of x x^T of each reader, FP64 on the host; zeros where nothing came by."""
+    """Sums of x x^T of each reader that is refitted, FP64 on the host; zeros where nothing came by."""
     sums = [torch.zeros(_inner(reader), _inner(reader), dtype=torch.float64) for reader in readers]
 
     def add(place: int, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -103,7 +103,7 @@ def _grams(model: Any, readers: Sequence[ChannelReader], batches: Sequence[Batch
 
 
 def _rows(module: nn.Module, x: Tensor) -> Tensor:
-    """The inputs of each output, [M, K]: of a convolution its window, channel by channel."""
+    """The inputs of each output of a refitted layer, [M, K]: of a convolution its window, channel by channel."""
     if not isinstance(module, nn.Conv2d):
         return x.reshape(-1, x.shape[-1])
     assert not isinstance(module.padding, str)
@@ -112,12 +112,12 @@ def _rows(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _flat(reader: ChannelReader, weight: Tensor) -> Tensor:
-    """[O, K]."""
+    """A refitted layer's weight as [O, K]."""
     return weight.T if is_transposed(reader.module) else weight.flatten(1)
 
 
 def _inputs(reader: ChannelReader) -> Share:
-    """The share along K."""
+    """The share along K of a refitted layer's inputs."""
     if not isinstance(reader.module, nn.Conv2d):
         return reader.share
     window = reader.module.kernel_size[0] * reader.module.kernel_size[1]
@@ -125,12 +125,12 @@ def _inputs(reader: ChannelReader) -> Share:
 
 
 def _inner(reader: ChannelReader) -> int:
-    """K."""
+    """K, the number of a refitted layer's inputs."""
     return _flat(reader, reader.module.weight).shape[1]  # type: ignore[arg-type]
 
 
 def _runs(readers: Sequence[ChannelReader]) -> Iterator[list[ChannelReader]]:
-    """Readers whose sums are collected together: as many as fit, at least one."""
+    """Runs of readers to refit whose sums are collected together: as many as fit, at least one."""
     found: list[ChannelReader] = []
     for reader in readers:
         if found and 8 * sum(_inner(one) ** 2 for one in (*found, reader)) > _AT_ONCE:

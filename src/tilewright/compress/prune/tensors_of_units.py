@@ -17,7 +17,7 @@ from tilewright.models.build import spec_of
 
 
 def find_units(model: Any) -> tuple[dict[Kind, tuple[UnitGroup, ...]], dict[Kind, str]]:
-    """The units that can be cut, each with the ways in which its tensors may be laid out, likeliest first; and what
+    """Find units that can be cut, each with the ways in which its tensors may be laid out, likeliest first; and what
     stays whole.
 
     Args:
@@ -38,7 +38,7 @@ def find_units(model: Any) -> tuple[dict[Kind, tuple[UnitGroup, ...]], dict[Kind
 
 
 def parameters_left(model: Any, numbers: Mapping[Kind, int]) -> int:
-    """Parameters of a model with fewer units, tied ones once, by its shape alone: no tensor is made.
+    """Parameters of a model with fewer units, tied ones once, by the shapes of its tensors alone: no tensor is made.
 
     Args:
         model: a `models.base.protocols.Model`.
@@ -90,7 +90,7 @@ def _find(model: Any, kind: Kind, count: Count) -> tuple[UnitGroup, ...] | str:
 
 
 def _shapes(model: Any, count: Count) -> dict[str, tuple[int, ...]] | str:
-    """Shapes of the model with one unit less."""
+    """Shapes of the tensors of the model with one unit less."""
     from huggingface_hub.errors import StrictDataclassError
 
     spec = spec_of(model.architecture)
@@ -104,7 +104,7 @@ def _shapes(model: Any, count: Count) -> dict[str, tuple[int, ...]] | str:
 
 
 def _laid_out(name: str, own: Sequence[int], smaller: Sequence[int], units: int) -> tuple[Share, Share] | str:
-    """The dimension that is narrower: part by part, and one unit after another."""
+    """The dimension of a tensor that is narrower with fewer units: part by part, and one unit after another."""
     dims = [dim for dim, (a, b) in enumerate(zip(own, smaller, strict=True)) if a != b]
     if len(dims) != 1 or own[dims[0]] % units or own[dims[0]] // units * (units - 1) != smaller[dims[0]]:
         return f"{name} does not follow their number ({list(own)}, and {list(smaller)} with one less)"
@@ -113,7 +113,8 @@ def _laid_out(name: str, own: Sequence[int], smaller: Sequence[int], units: int)
 
 
 def _lists(own: Iterable[str], missing: set[str], units: int) -> dict[Place, str]:
-    """Lists of modules whose last member is missing as a whole, by the place of the list; the outermost ones."""
+    """Lists of modules whose last member is missing as a whole with one unit less, by the place of the list; the
+    outermost ones."""
     partly = {prefix for name in set(own) - missing for prefix in _prefixes(name)}
     found: dict[Place, str] = {}
     for name in missing:
@@ -127,6 +128,6 @@ def _lists(own: Iterable[str], missing: set[str], units: int) -> dict[Place, str
 
 
 def _prefixes(name: str) -> list[str]:
-    """Of the modules around a tensor, outermost first."""
+    """Prefixes of names of the modules around a tensor of units, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]

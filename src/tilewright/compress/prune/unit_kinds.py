@@ -40,7 +40,7 @@ class Whole:
 
 
 def counts(config: Any) -> dict[Kind, Count | Whole]:
-    """The kinds of unit that a shape has.
+    """The kinds of unit that a shape has, with their counts.
 
     Args:
         config: a `DecoderConfig` or a config of transformers.
@@ -156,7 +156,7 @@ _REDUCTION = 4
 
 
 def _channels(config: Any, values: dict[str, Any]) -> Count | Whole:
-    """A unit is an equal part of each stage, as small as whole channels allow."""
+    """Channels as a kind of unit: one is an equal part of each stage, as small as whole channels allow."""
     widths = {"embedding_size": values["embedding_size"], "hidden_sizes": list(values["hidden_sizes"])}
     inner = values["hidden_sizes"] if values.get("layer_type") == "bottleneck" else []
     if any(size % _REDUCTION for size in inner):
@@ -181,12 +181,13 @@ def _layers(config: Any, layers: int, kept: Sequence[int]) -> Any:
 
 
 def _by_layer(name: str, value: Any, layers: int) -> bool:
-    """True for a list with an entry for each layer, not for tokens that end a text, which may be as many."""
+    """Kinds of unit: true for a list with an entry for each layer, not for tokens that end a text, which may be as
+    many."""
     return isinstance(value, list) and len(value) == layers and not name.endswith("_token_id")
 
 
 def changed(config: Any, values: dict[str, Any]) -> Any:
-    """A config of transformers with other values.
+    """A config of transformers with other values, to have fewer units of a kind.
 
     Where Llama's layout refuses a number of heads that does not divide the width, Mistral's is the same model: it has
     `head_dim`, and no biases either.

@@ -27,7 +27,7 @@ class Share:
     """Consecutive numbers that belong to one unit, in each run."""
 
     def index(self, units: Tensor, count: int) -> Tensor:
-        """Where some of `count` units are in the dimension, in their order.
+        """The places of some of `count` units are in the dimension, in their order.
 
         Example:
             >>> Share("gate_up", 0, parts=2).index(torch.tensor([0, 2]), 3)
@@ -58,17 +58,17 @@ class UnitGroup:
     parts: Mapping[Place, int] = field(default_factory=dict)
 
     def size(self, place: Place) -> int:
-        """How many are chosen from at a place."""
+        """How many units are chosen from at a place."""
         return self.count.units * self.parts.get(place, 1)
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where units are chosen apart."""
+        """The places where units are chosen apart."""
         return tuple(sorted({**dict.fromkeys(self.shares), **dict.fromkeys(self.listed)}))
 
 
 def place_of(name: str) -> Place:
-    """The numbers in a tensor's name.
+    """The place of units by the numbers in a tensor's name.
 
     Example:
         >>> place_of("model.layers.3.mlp.experts.11.up_proj.weight")
@@ -78,7 +78,7 @@ def place_of(name: str) -> Place:
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers; of tied ones the first name only."""
+    """Tensors that may have places of units: parameters and persistent buffers; of tied ones the first name only."""
     seen: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}

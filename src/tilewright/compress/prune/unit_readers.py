@@ -31,7 +31,7 @@ class ChannelReader:
 
 
 def find_readers(model: nn.Module, units: UnitGroup) -> list[ChannelReader]:
-    """All readers of a kind of unit."""
+    """Find all readers of a kind of unit."""
     return [
         ChannelReader(place, share, module)
         for place, shares in units.shares.items()
@@ -41,7 +41,7 @@ def find_readers(model: nn.Module, units: UnitGroup) -> list[ChannelReader]:
 
 
 def _reader(model: nn.Module, share: Share) -> nn.Module | None:
-    """The layer whose input channels a share is; None where it is something else."""
+    """The reader of units: the layer whose input channels a share is; None where it is something else."""
     owner, _, name = share.tensor.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, nn.Conv2d):
@@ -54,14 +54,14 @@ def _reader(model: nn.Module, share: Share) -> nn.Module | None:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True if a layer keeps its weight as [in, out], as transformers' Conv1D does."""
+    """True if a reader of units keeps its weight as [in, out], as transformers' Conv1D does."""
     return hasattr(module, "nf")
 
 
 @torch.no_grad()
 def run_through(model: Any, batches: Sequence[Batch], hook: Callable[[], Sequence[RemovableHandle]]) -> None:
-    """All batches through the model while hooks see them, and nothing else: models of transformers try their inputs out
-    in the first loss.
+    """Run all batches through the model while hooks see what readers read, and nothing else: models of transformers try
+    their inputs out in the first loss.
 
     Args:
         model: any.

@@ -72,7 +72,7 @@ def _drawn(units: UnitGroup, place: Place, seed: int) -> Tensor:
 
 
 def _reduced(model: Any, units: UnitGroup, of: Callable[[Tensor], Tensor]) -> Scores:
-    """A number for each weight, summed over all weights of a unit."""
+    """Scores of units reduced: a number for each weight, summed over all weights of a unit."""
     own = stored(model)
     found = _zeros(units)
     for place, shares in units.shares.items():
@@ -90,7 +90,7 @@ def _zeros(units: UnitGroup) -> Scores:
 
 
 def per_unit(values: Tensor, share: Share, count: int) -> Tensor:
-    """Sums [U] of values in the shape of a share's tensor, FP64.
+    """Scores per unit: sums [U] of values in the shape of a share's tensor, FP64.
 
     Example:
         >>> per_unit(torch.tensor([1.0, 2.0, 10.0, 20.0]), Share("w", 0, parts=2), 2)
@@ -121,7 +121,8 @@ def _times_gradient(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _own_gradients(model: nn.Module) -> Iterator[None]:
-    """All parameters ask for a gradient inside; what each had, and whether it asked, comes back."""
+    """For scores of units, all parameters ask for a gradient inside; what each had, and whether it asked, comes
+    back."""
     before = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     for param, _, _ in before:
         param.requires_grad_(True)
@@ -134,7 +135,8 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
-    """Mean magnitude of what linear layers read of a unit, times the magnitude of the weights that read it."""
+    """Score of a unit by what is read of it: mean magnitude of what linear layers read, times the magnitude of the
+    weights that read it."""
     own = stored(model)
     readers = find_readers(model, units)
     if not readers or units.listed:
@@ -156,7 +158,8 @@ def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
 
 
 def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Batch]) -> list[Tensor]:
-    """Mean magnitude of each input channel of some layers, FP64, over tokens or pixels; zeros where none came by."""
+    """Mean magnitude of each input channel of some layers, FP64, for scores of units; over tokens or pixels; zeros
+    where none came by."""
     sums: list[Any] = [0.0] * len(modules)
     tokens = [0] * len(modules)
 
@@ -173,7 +176,7 @@ def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Bat
 
 
 def _changes(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
-    """1 - cosine of the stream before and behind each layer, mean over tokens."""
+    """Scores of layers as units: 1 - cosine of the stream before and behind each one, mean over tokens."""
     (listed,) = units.listed.values()
     layers = [model.get_submodule(f"{listed}.{unit}") for unit in range(units.count.units)]
     found = torch.zeros(len(layers), dtype=torch.float64)

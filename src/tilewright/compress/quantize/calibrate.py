@@ -33,11 +33,11 @@ class InputStats:
 
     @property
     def mean_K(self) -> Tensor:
-        """Mean magnitude of each input channel."""
+        """Calibration: mean magnitude of each input channel."""
         return self.sum_K / max(self.num_tokens, 1)
 
     def add(self, x: Tensor) -> None:
-        """Take in inputs [..., K]."""
+        """Add inputs [..., K] to the statistics of a calibration."""
         x_MK = x.detach().reshape(-1, x.shape[-1]).double()
         if x_MK.numel():
             self.hessian_KK += x_MK.T @ x_MK
@@ -67,8 +67,8 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def run_in_turn(model: Any, stages: Sequence[nn.Module], batch: Batch) -> bool:
-    """True if a pass runs each of `stages` once, in this order, and none has a part of another one: then a later one
-    changes nothing before it."""
+    """Calibration in turn: true if a pass runs each of `stages` once, in this order, and none has a part of another
+    one: then a later one changes nothing before it."""
     parts = [part for stage in stages for part in stage.modules()]
     if len(set(parts)) < len(parts):
         return False
@@ -89,7 +89,7 @@ def run_in_turn(model: Any, stages: Sequence[nn.Module], batch: Batch) -> bool:
 def observe(
     model: Any, layers: Mapping[str, nn.Linear], batches: Sequence[Batch], *, stop_before: nn.Module | None = None
 ) -> dict[str, InputStats]:
-    """Statistics of the inputs of some linear layers of a model with `loss(batch)`.
+    """Observe inputs to calibrate: statistics of those of some linear layers of a model with `loss(batch)`.
 
     Args:
         model: as for `quantize`.
@@ -148,7 +148,7 @@ def _stop(module: nn.Module, args: Any) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A module without children whose parameters are vectors."""
+    """True if a module is a norm for calibration: without children, its parameters vectors."""
     parameters = list(module.parameters(recurse=False))
     leaf = next(module.children(), None) is None
     return leaf and bool(parameters) and all(parameter.ndim == 1 for parameter in parameters)

@@ -31,7 +31,7 @@ def gptq(
     negative_scales: bool = False,
     damping: float = DAMPING,
 ) -> IntegerTensor:
-    """Codes and scales of a weight.
+    """GPTQ: codes and scales of a weight.
 
     Args:
         weight_NK: float, finite.
@@ -84,13 +84,13 @@ def gptq(
 
 
 def output_error(weight_NK: Tensor, rounded_NK: Tensor, hessian_KK: Tensor) -> float:
-    """||(W - Q) X^T||^2 from H = X^T X."""
+    """GPTQ's output error: ||(W - Q) X^T||^2 from H = X^T X."""
     lost = weight_NK.double() - rounded_NK.double()
     return float(((lost @ hessian_KK.double()) * lost).sum())
 
 
 def _inverse_cholesky(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped matrix."""
+    """GPTQ's factor: the upper Cholesky factor of the inverse of the damped matrix."""
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     mean = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0

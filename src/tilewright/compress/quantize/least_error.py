@@ -27,7 +27,7 @@ _MOST_ELEMENTS = 2**22
 def round_to_least_error(
     weight_MK: Tensor, spec: IntSpec, tile: Tile, *, half: bool = False, negative: bool = False
 ) -> IntegerTensor:
-    """Codes and scales of a weight, symmetric.
+    """Round to least error: codes and scales of a weight, symmetric.
 
     Args:
         weight_MK: float; a group with a value that is not finite gets the scale NaN.
@@ -53,7 +53,7 @@ def round_to_least_error(
 def least_error_scale(
     weight_MK: Tensor, spec: IntSpec, tile: Tile, *, half: bool = False, negative: bool = False
 ) -> Tensor:
-    """The scales [M, G] alone, FP32; see `round_to_least_error`."""
+    """The scales of least error [M, G] alone, FP32; see `round_to_least_error`."""
     if tile.rows != 1:
         raise AssertionError(f"groups are parts of a row, not {tile}")
     low, high = tile_range(weight_MK, tile)
@@ -83,7 +83,8 @@ class _Search:
         self._least = self._error(scale_MG, self._codes(scale_MG))
 
     def try_with_fit(self, scale_MG: Tensor, negative: bool) -> None:
-        """Take the scale, or the one that fits its codes best, where the error is smaller than the least so far."""
+        """Try a scale in the search for the least error: take it, or the one that fits its codes best, where the error
+        is smaller than the least so far."""
         codes_MGC = self._try(scale_MG)
         fit_MG = (self._unit * codes_MGC).sum(2) / codes_MGC.square().sum(2) * self._reach[:, :, 0]
         self._try(fit_MG if negative else torch.where(fit_MG > 0, fit_MG, torch.nan))

@@ -70,7 +70,7 @@ class QuantizedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights: quantised ones packed, the others as they are, tied ones once."""
+        """Bytes of all weights of a quantised model: quantised ones packed, the others as they are, tied ones once."""
         names = {name: parameter for name, parameter in self.model.named_parameters()}
         rest = sum(parameter.nbytes for name, parameter in names.items() if name not in self.weights)
         return rest + sum(weight.nbytes for weight in self.weights.values())
@@ -78,7 +78,7 @@ class QuantizedModel:
 
 @torch.no_grad()
 def quantize(model: Any, spec: QuantSpec, batches: Sequence[Batch] = ()) -> QuantizedModel:
-    """Quantise a copy of a model.
+    """Quantise a copy of a trained model.
 
     Args:
         model: `models.base.protocols.Model`, plain FP32 on a CPU (as `reopen` gives it).
@@ -150,7 +150,7 @@ def _stage(
 
 
 def round_weight(weight_NK: Tensor, spec: QuantSpec) -> IntegerTensor:
-    """A linear layer's weight by the spec's rule: by its range, or with scales of least error."""
+    """Quantise a linear layer's weight by the spec's rule: by its range, or with scales of least error."""
     if spec.half_scales:
         return round_to_least_error(weight_NK, spec.format, spec.tile, half=True, negative=spec.negative_scales)
     return quantize_integer(weight_NK, spec.format, spec.tile, symmetric=spec.symmetric)
@@ -159,7 +159,7 @@ def round_weight(weight_NK: Tensor, spec: QuantSpec) -> IntegerTensor:
 def _scale_channels(
     result: QuantizedModel, layers: Mapping[str, nn.Linear], stats: Mapping[str, InputStats], batch: Batch
 ) -> set[str]:
-    """AWQ's scaling, folded into the norms of these layers; names of those scaled."""
+    """Scale channels before quantising: AWQ's scaling, folded into the norms of these layers; names of those scaled."""
     spec, model, scaled = result.spec, result.model, set()
     readers: dict[nn.Module, list[str]] = {}
     for name in layers:
@@ -178,8 +178,9 @@ def _scale_channels(
 
 
 def _is_read_by(norm: nn.Module, layers: Sequence[nn.Linear], model: Any, batch: Batch) -> bool:
-    """True if these layers alone read a norm: then factors that go from them to it change nothing. Factors of 4 and 1/4
-    in turn show any other reader; those of AWQ may be too near to 1 for a loss to tell."""
+    """For quantising with AWQ: true if these layers alone read a norm: then factors that go from them to it change
+    nothing. Factors of 4 and 1/4 in turn show any other reader; those of AWQ may be too near to 1 for a loss to
+    tell."""
     parameters = [*norm.parameters(), *(layer.weight for layer in layers)]
     kept = [parameter.clone() for parameter in parameters]
     before = float(model.loss(batch).loss_sum)
@@ -200,7 +201,7 @@ def _keep(result: QuantizedModel, name: str, weight: Tensor, found: IntegerTenso
 
 
 def _outer(result: QuantizedModel) -> dict[str, Any]:
-    """Embeddings and heads by name, each parameter once.
+    """Embeddings and heads of a model to quantise, by name, each parameter once.
 
     Raises:
         ConfigError: tied, with two widths.
@@ -228,7 +229,7 @@ def _static_scale(stats: InputStats) -> tuple[float, int]:
 
 
 def _round_inputs(result: QuantizedModel, names: list[str]) -> None:
-    """Hooks that round the inputs of linear layers to INT8."""
+    """Hooks of a quantised model that round the inputs of linear layers to INT8."""
     for name in names:
         if result.spec.activations == "dynamic":
             quantizer = IntegerQuantizer(granularity="token")
@@ -265,6 +266,6 @@ def _not_finite(model: nn.Module) -> Iterator[Problem]:
 
 
 def total_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters as they are, tied ones once."""
+    """Bytes of the parameters of a model, as before it is quantised, tied ones once."""
     tensors: list[Tensor] = list(model.parameters())
     return sum(tensor.nbytes for tensor in tensors)

@@ -71,20 +71,20 @@ class QuantSpec:
 
     @property
     def tile(self) -> Tile:
-        """Which elements of a linear layer's weight share a scale."""
+        """Tile of a quantisation's spec: which elements of a linear layer's weight share a scale."""
         return Tile(1, self.group)
 
     @property
     def format(self) -> IntSpec:
-        """The integer format of a linear layer's weight."""
+        """The integer format of a quantisation's spec, for a linear layer's weight."""
         return int_format(self.bits, self.symmetric)
 
     @property
     def needs_batches(self) -> bool:
-        """True if text has to go through the model."""
+        """True if the quantisation that the spec describes needs text to go through the model."""
         return self.method != "rtn" or self.activations == "static"
 
 
 def int_format(bits: int, symmetric: bool = True) -> IntSpec:
-    """INT8 is -127..127 where symmetric; others use all codes."""
+    """Integer format of a quantisation's spec: INT8 is -127..127 where symmetric; others use all codes."""
     return INT8 if bits == 8 and symmetric else IntSpec(bits)

@@ -32,7 +32,7 @@ class Option:
 
     @property
     def attends(self) -> bool:
-        """True if it looks at other tokens."""
+        """True if an option to choose looks at other tokens."""
         return self.place.part == "attention" and self.name != NONE
 
 
@@ -44,20 +44,20 @@ class ChosenShape:
 
     @property
     def rise(self) -> float:
-        """Predicted, relative."""
+        """Predicted rise of the loss of a chosen shape, relative."""
         return sum(option.rise for option in self.options)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the choices, in the order of places."""
+        """Names of the choices of a chosen shape, in the order of places."""
         return tuple(option.name for option in self.options)
 
     def cost(self, measure: str, rest: Costs) -> float:
-        """Predicted cost of the whole decoder."""
+        """Predicted cost of the whole decoder of a chosen shape."""
         return rest[measure] + sum(option.costs[measure] for option in self.options)  # type: ignore[index]
 
     def to_json(self, rest: Costs) -> dict[str, object]:
-        """The choices for the record."""
+        """The chosen shape for the record."""
         return {
             "choices": {str(option.place): option.name for option in self.options},
             "rise": self.rise,
@@ -68,7 +68,7 @@ class ChosenShape:
 def best_shapes(
     options: Sequence[Option], rest: Costs, limits: Mapping[str, float], number: int, distance: int
 ) -> list[ChosenShape]:
-    """The best shapes within limits, the best first; empty where there are none.
+    """Choose the best shapes within limits, the best first; empty where there are none.
 
     Args:
         options: of all places.
@@ -96,7 +96,8 @@ def best_shapes(
 def nearest_shape(
     options: Sequence[Option], rest: Costs, limits: Mapping[str, float]
 ) -> tuple[ChosenShape, dict[str, float]]:
-    """The shape that is nearest to limits that none holds: the sum of its excesses, as shares of the limits, is least.
+    """Choose the shape that is nearest to limits that none holds: the sum of its excesses, as shares of the limits, is
+    least.
 
     Returns:
         The shape, and its cost as a share of each limit.
@@ -122,7 +123,7 @@ def _one_each(options: Sequence[Option]) -> list[LinearRow]:
 
 
 def _limit(options: Sequence[Option], rest: Costs, name: str, limit: float) -> LinearRow:
-    """As shares of the limit, so that all rows are of one size."""
+    """Rows of the program that chooses shapes, as shares of a limit, so that all are of one size."""
     shares = {i: option.costs[name] / limit for i, option in enumerate(options)}  # type: ignore[index]
     return LinearRow(shares, upper=1 - rest[name] / limit)  # type: ignore[index]
 
@@ -140,7 +141,8 @@ def _solve(
 
 
 def uniform_shapes(options: Sequence[Option]) -> list[ChosenShape]:
-    """Shapes whose layers are alike, one choice for all attentions and one for all FFNs; the run's own among them."""
+    """Uniform shapes to choose: layers alike, one choice for all attentions and one for all FFNs; the run's own among
+    them."""
     by_part: dict[str, dict[str, dict[PartPlace, Option]]] = {}
     for option in options:
         by_part.setdefault(option.place.part, {}).setdefault(option.name, {})[option.place] = option
@@ -159,5 +161,5 @@ def uniform_shapes(options: Sequence[Option]) -> list[ChosenShape]:
 
 
 def within(shape: ChosenShape, rest: Costs, limits: Mapping[str, float]) -> bool:
-    """True if its predicted costs hold all limits."""
+    """True if the predicted costs of a chosen shape hold all limits."""
     return all(shape.cost(name, rest) <= limit for name, limit in limits.items())

@@ -15,7 +15,7 @@ _LEFT = ("run", "model", "distill", "parallel", "checkpoint", "lora")
 
 
 def recipe_text(recipe: Recipe, config: DecoderConfig, intro: Sequence[str]) -> str:
-    """A TOML file.
+    """The recipe file of a searched shape, as TOML.
 
     Args:
         recipe: of the run.
@@ -44,7 +44,8 @@ def _assigned(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kept(recipe: Recipe, usual: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings of the run that decide what is computed, and differ from those of no recipe, by section."""
+    """Settings of the run for a recipe file that decide what is computed, and differ from those of no recipe, by
+    section."""
     found: dict[str, dict[str, Any]] = {}
     for path, value in setting_names.flat(recipe.model_dump(mode="json")).items():
         section, _, name = path.rpartition(".")

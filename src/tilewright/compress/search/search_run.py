@@ -94,17 +94,18 @@ class LayerSearch:
 
     @property
     def steps(self) -> int:
-        """Steps for which each of the best shapes is trained."""
+        """Steps of a search of layers for which each of the best shapes is trained."""
         return self.settings.steps or max(1, self.source.recipe.train.steps // 4)
 
     def kept_whole(self) -> dict[str, str]:
-        """Parts without a replacement that has weights, though one was asked for, with the reason."""
+        """Parts that a search of layers keeps whole: without a replacement that has weights, though one was asked for,
+        with the reason."""
         kinds = self.settings.kinds
         reasons = {place: why_whole(self.config, place, kinds, found) for place, found in self.choices.items()}
         return {str(place): reason for place, reason in reasons.items() if reason is not None}
 
     def seconds(self) -> dict[str, float]:
-        """Estimated seconds of each stage of a whole search."""
+        """Estimated seconds of each stage of a whole search run."""
         recipe = self.source.recipe
         tokens = sum(batch["input_ids"].numel() for rows in self.batches.values() for batch in rows)
         length = recipe.data.seq_len
@@ -113,7 +114,7 @@ class LayerSearch:
         return stage_seconds(self.config, self.choices, self.settings, self.steps, work)
 
     def run(self) -> Record:
-        """Run all stages; returns the record.
+        """Run all stages of a search of layers; returns the record.
 
         Raises:
             FitError: no shape is within the limits, as predicted or, of those that were trained on, as measured.
@@ -143,7 +144,7 @@ class LayerSearch:
         return self.record
 
     def measure(self) -> None:
-        """Library, scores and latency table: what is not in the record yet."""
+        """Measure for a search of layers: library, scores and latency table, what is not in the record yet."""
         rows, scores = self.record["library"], self.record["scores"]
         folder = self.out / "blocks"
         self._write()  # before the first file that it is of
@@ -175,7 +176,7 @@ class LayerSearch:
         self._measure_latency()
 
     def solve(self) -> list[ChosenShape]:
-        """The best shapes by prediction.
+        """Solve a search of layers: the best shapes by prediction.
 
         Raises:
             FitError: none is within the limits; the nearest is named.
@@ -194,7 +195,7 @@ class LayerSearch:
         return shapes
 
     def options(self) -> list[Option]:
-        """All choices with what they cost in loss and in running."""
+        """All choices of a search run with what they cost in loss and in running."""
         found = []
         for place, choice in self._all():
             row = {"rise": 0.0} if choice.name == OWN else self.record["scores"][key_of(place, choice)]
@@ -203,17 +204,17 @@ class LayerSearch:
         return found
 
     def rest(self) -> Costs:
-        """Costs of the run beside its parts."""
+        """Costs of the searched run beside its parts."""
         own = {place: self._costs(place, found[0]) for place, found in self.choices.items()}
         return rest_of(self.run_costs(), own)
 
     def run_costs(self) -> Costs:
-        """Costs of the run as it is."""
+        """Costs of the searched run as it is."""
         row = self.record["latency"]["run"]
         return measured_costs(self.model, Latency.from_json(row), row["cache"], self.settings.context)
 
     def limits(self) -> dict[str, float]:
-        """The limits in the measures' own units."""
+        """The limits of a search run in the measures' own units."""
         own = self.run_costs()
         return {name: share * own[name] for name, share in self.settings.limits.items()}
 
@@ -226,8 +227,8 @@ class LayerSearch:
                 yield place, choice
 
     def _measure_latency(self) -> None:
-        """The table: the run, then each distinct shape of a part. What was unsteady is measured again, until a shape
-        was chosen by it and trained."""
+        """Measure the latency table of a search run: the run, then each distinct shape of a part. What was unsteady is
+        measured again, until a shape was chosen by it and trained."""
         found = self.record["latency"]
         if found.get("clock", self.clock_name) != self.clock_name:
             found.clear()  # other threads
@@ -271,13 +272,14 @@ class LayerSearch:
         return latency
 
     def _best_uniform(self) -> ChosenShape | None:
-        """The shape whose layers are alike of least predicted loss within the limits; None: no such shape is."""
+        """The best uniform shape of a search run: layers alike, of least predicted loss within the limits; None: no
+        such shape is."""
         rest, limits = self.rest(), self.limits()
         found = [shape for shape in uniform_shapes(self.options()) if within(shape, rest, limits)]
         return min(found, key=lambda shape: shape.rise, default=None)
 
     def train_shape(self, shape: ChosenShape) -> str:
-        """The name of a shape that was trained with the run as its teacher, whose row is in the record."""
+        """Train a shape of a search run with the run as its teacher: the name of its row in the record."""
         rows, rest = self.record["candidates"], self.rest()
         name = shape_name(shape, self.steps)
         if name not in rows:
@@ -294,14 +296,14 @@ class LayerSearch:
         return name
 
     def choices_named(self, names: Mapping[str, str]) -> dict[PartPlace, PartChoice]:
-        """Choices by their names, by place."""
+        """Choices of a search run by their names, by place."""
         return {
             place: next(choice for choice in found if choice.name == names[str(place)])
             for place, found in self.choices.items()
         }
 
     def _over(self, row: Record) -> list[str]:
-        """Limits that a shape does not hold as measured, in words."""
+        """Limits of a search run that a shape does not hold as measured, in words."""
         found = []
         for name, limit in self.limits().items():
             allowed = 1 + _TOLERANCE if name in ("token", "prefill") else 1 + 1e-9
@@ -338,7 +340,7 @@ class LayerSearch:
         write_record(self.out, self.record, FILE)
 
     def _found_record(self) -> Record:
-        """The record of an earlier command with the same checkpoint and data; else a new one.
+        """The record of an earlier search command with the same checkpoint and data; else a new one.
 
         Raises:
             ConfigError: the folder has a search of something else.

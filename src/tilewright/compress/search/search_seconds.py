@@ -41,7 +41,7 @@ def stage_seconds(
     steps: int,
     work: SearchWork,
 ) -> dict[str, float]:
-    """Seconds by stage.
+    """Estimated seconds of a search by stage.
 
     Args:
         config: of the run.

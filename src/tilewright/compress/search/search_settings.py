@@ -52,7 +52,7 @@ class LayerSearchSettings:
 
     @classmethod
     def of(cls, limits: str, kinds: str, **others: Any) -> "LayerSearchSettings":
-        """Settings from the words of a command line.
+        """Settings of `search` from the words of a command line.
 
         Raises:
             ConfigError: a limit that is no share of a known measure, or an unknown kind.
@@ -65,11 +65,12 @@ class LayerSearchSettings:
         return cls(_limits(limits), tuple(kind for kind in KINDS if kind in asked), **others)
 
     def measured(self) -> dict[str, Any]:
-        """The settings that library and latency table were made with; the rest may change from command to command."""
+        """The settings of `search` that library and latency table were made with; the rest may change from command to
+        command."""
         return {"rows": self.rows, "block_steps": self.block_steps, "context": self.context}
 
     def to_json(self) -> dict[str, Any]:
-        """The settings for the record."""
+        """The settings of `search` for the record."""
         return asdict(self) | {"limits": dict(self.limits), "kinds": list(self.kinds)}
 
 

@@ -20,7 +20,7 @@ from tilewright.training.components.export import config_keys
 
 
 def shape_name(shape: ChosenShape, steps: int) -> str:
-    """The name of a shape's stage: what was chosen, and for how long it is trained.
+    """The name of the stage of a trained shape: what was chosen, and for how long it is trained.
 
     Example:
         >>> shape_name(ChosenShape(()), 10)
@@ -50,7 +50,7 @@ class ShapeTrainer:
     steps: int
 
     def train(self, name: str, chosen: Mapping[PartPlace, PartChoice]) -> tuple[Record, Any]:
-        """The row of a shape, and the decoder as it was put together.
+        """Train a shape from the library: its row, and the decoder as it was put together.
 
         Args:
             name: of its stage and its folder.

@@ -40,7 +40,7 @@ class Change:
 
     @property
     def fits(self) -> bool:
-        """True if the run with this change is accepted in its budget."""
+        """True if the run with this change of the recipe is accepted in its budget."""
         return self.plan.least_device <= self.plan.budget.device
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Change:
 
 
 def words(settings: Mapping[str, Any]) -> str:
-    """Changed settings as they are typed."""
+    """Changed settings of an advised change, as they are typed."""
     return " ".join(f"--{name} {value}" for name, value in settings.items())
 
 
@@ -59,7 +59,7 @@ def words(settings: Mapping[str, Any]) -> str:
 
 
 def candidates(recipe: Recipe, found: Plan | None) -> Iterator[Candidate]:
-    """Changes that the planner cannot decide by itself. `found`: its plan; None where nothing fits.
+    """Advised changes: changes that the planner cannot decide by itself. `found`: its plan; None where nothing fits.
 
     What only one executor does is tried together with it where the recipe has the other.
     """
@@ -93,13 +93,14 @@ def candidates(recipe: Recipe, found: Plan | None) -> Iterator[Candidate]:
 
 
 def _could_compile(recipe: Recipe, found: Plan) -> bool:
-    """True if layers run eagerly that a compiler which is there could take: those of Hugging Face models."""
+    """True if `train.compile` is a change to advise: layers of Hugging Face models run eagerly and a compiler is
+    there."""
     there = compiles_layers("auto", found.machine, by_default=True)
     return recipe.model.kind == "hf" and recipe.train.compile == "auto" and there
 
 
 def _in_slices(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change a recipe's executor to the layer-major one."""
+    """The advised change to the layer-major executor: the settings that it takes."""
     if recipe.memory.can.offload:
         return {}
     kept = {} if recipe.train.activation_checkpoint == "none" else {"train.activation_checkpoint": "none"}
@@ -107,8 +108,8 @@ def _in_slices(recipe: Recipe) -> dict[str, Any]:
 
 
 def of_shards(recipe: Recipe, micro_batch_size: int) -> Iterator[Candidate]:
-    """Settings with which a rank of a sharded run holds less, at the price of communication: layers that stay gathered
-    from forward to backward, and gradients from one micro-batch to the next.
+    """Advised changes with which a rank of a sharded run holds less, at the price of communication: layers that stay
+    gathered from forward to backward, and gradients from one micro-batch to the next.
 
     Args:
         recipe: with the number of shards.
@@ -126,7 +127,7 @@ def of_shards(recipe: Recipe, micro_batch_size: int) -> Iterator[Candidate]:
 
 
 def of_all(recipe: Recipe) -> Iterator[Candidate]:
-    """Candidates for a recipe of which nothing is decided: everything, alone, and the sparing ones together."""
+    """Advised changes to a recipe of which nothing is decided: everything, alone, and the sparing ones together."""
     if not recipe.memory.can.offload:
         yield from _any_executor(recipe)
         sliced = {"memory.executor": "layer_major", "train.activation_checkpoint": "none"}
@@ -193,8 +194,8 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 
 def to_fit(planner: Planner, budget: Budget) -> tuple[Change, ...]:
-    """The cheapest changes that make a recipe fit as it stands then, one for each set of settings; where nothing fits,
-    those that save most.
+    """Advice: the cheapest changes that make a recipe fit as it stands then, one for each set of settings; where
+    nothing fits, those that save most.
 
     Args:
         planner: of the recipe, which does not fit.
@@ -220,7 +221,7 @@ def to_fit(planner: Planner, budget: Budget) -> tuple[Change, ...]:
 def cheapest_changes(
     recipe: Recipe, budget: Budget, found: Plan | None, replan: Callable[[Mapping[str, Any], Budget], Plan | None]
 ) -> list[Change]:
-    """The changes that gain most time per token; where nothing fits, those that make it fit.
+    """Advice: the changes that gain most time per token; where nothing fits, those that make it fit.
 
     Args:
         recipe: the run's settings.
@@ -260,7 +261,7 @@ NAMES = {
 
 
 def idle_memory(planner: Planner, plan: Plan) -> str:
-    """Why a plan leaves more than a tenth of the device's memory idle; empty where it does not.
+    """Advice: why a plan leaves more than a tenth of the device's memory idle; empty where it does not.
 
     Each typed setting is left out in turn: the first without which a step is faster is the reason.
     """

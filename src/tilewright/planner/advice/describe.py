@@ -15,7 +15,8 @@ from tilewright.planner.planner import Planner
 
 
 def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitError:
-    """The smallest budgets with a plan and what it takes, and changes that make the run fit.
+    """Describe a run without a plan: the smallest budgets with one and what it takes, and changes that make the run
+    fit.
 
     Args:
         planner: may choose what the command may.
@@ -52,7 +53,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
 
 
 def _budgets(plan: Plan) -> str:
-    """The least budgets in which a plan is accepted, its margin included."""
+    """Describe the least budgets in which a plan is accepted, its margin included."""
     found = f"{format_budget(plan.least_device)} on the device"
     found += f" and {format_budget(plan.least_host)} on the host" if plan.host else ""
     return found + (f" and {format_budget(plan.least_disk)} on the disk" if plan.disk_bytes else "")
@@ -101,7 +102,7 @@ def kept_in_words(choice: LayerMemory) -> str:
 
 
 def in_words(choice: LayerMemory) -> str:
-    """All that a plan does with one layer, in words."""
+    """Describe all that a plan does with one layer, in words."""
     words = [f"parameters {choice.parameters}", f"states {choice.states}", kept_in_words(choice)]
     words += [f"MLP in {choice.mlp_chunks} tiles"] if choice.mlp_chunks > 1 else []
     words += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
@@ -117,7 +118,8 @@ def _bytes(row: PlanRow) -> str:
 
 
 def timeline(plan: Plan) -> list[tuple[str, dict[str, float]]]:
-    """Device bytes by owner through one step, layer by layer: forward up, loss, backward down, update."""
+    """Describe a step as a timeline: device bytes by owner through one step, layer by layer: forward up, loss, backward
+    down, update."""
     layers = [plan.row_of(layer).cost for layer in range(plan.shape.num_layers)]
     load = plan.phases["load"]
     fixed = {name: load[name] for name in ("parameters", "optimizer", "process")}

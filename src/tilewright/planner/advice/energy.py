@@ -38,7 +38,7 @@ class PlannedEnergy:
 
     @property
     def assumed(self) -> str:
-        """The assumption in words.
+        """The assumption behind the planned energy, in words.
 
         Example:
             >>> PlannedEnergy(65.0, 1, False, 90.0).assumed

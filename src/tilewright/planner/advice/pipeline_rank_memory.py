@@ -27,19 +27,19 @@ NOTE = (
 
 
 def as_it_stands(recipe: Recipe) -> str:
-    """Why stages run as the recipe says, and what `train.compile = "auto"` means for them."""
+    """Why the stages of a pipeline run as the recipe says, and what `train.compile = "auto"` means for them."""
     eager = recipe.train.compile == "auto" and Pipeline.of(recipe.parallel).defers
     return AS_IT_STANDS + (f"; {EAGER.format(recipe.parallel.schedule)}" if eager else "")
 
 
 def note_of(recipe: Recipe) -> str:
-    """A note on what a plan of stages does not count."""
+    """A note on what a plan of a rank of a pipeline does not count."""
     waits = "; what weight gradients wait with is not in the bytes" if Pipeline.of(recipe.parallel).defers else ""
     return NOTE + waits
 
 
 def under_way(pipeline: Pipeline, microbatches: int) -> int:
-    """Most micro-batches whose activations a rank keeps at a time.
+    """Most micro-batches whose activations a rank of a pipeline keeps at a time.
 
     Example:
         >>> [under_way(Pipeline(4, name, 2), 16) for name in ("1f1b", "gpipe", "interleaved")]
@@ -60,7 +60,7 @@ def under_way(pipeline: Pipeline, microbatches: int) -> int:
 
 
 def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
-    """The plan of the rank that holds most, as the recipe stands.
+    """The plan of the pipeline rank that holds most memory, as the recipe stands.
 
     Args:
         recipe: with `parallel.pp` above 1, and the numbers of processes that there are.
@@ -98,8 +98,8 @@ def largest_stage(recipe: Recipe, planner: Planner, budget: Budget) -> Plan:
 
 
 def _costs(shape: ModelShape, recipe: Recipe, planner: Planner) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Of layers and ends of the whole model: parts of matrices say nothing of a layer that is not cut, nor of
-    experts."""
+    """Costs of layers and ends of the whole model, for a pipeline's stages: parts of matrices say nothing of a layer
+    that is not cut, nor of experts."""
     if recipe.parallel.tp > 1 or recipe.parallel.ep > 1:
         alone = changed(recipe, {"parallel.pp": 1, "parallel.tp": 1, "parallel.ep": 1})
         shape = planner.with_recipe(alone).shape(alone)

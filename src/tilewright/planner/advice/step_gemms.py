@@ -27,12 +27,12 @@ class StepGemm:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the layer's two or three matmuls."""
+        """FLOPs of the two or three matmuls (GEMMs) of a layer in a step."""
         return (4 if self.frozen else 6) * self.rows * self.num_in * self.num_out
 
 
 def step_gemms(shape: ModelShape, tokens: Sequence[int], units: Collection[str]) -> Mapping[StepGemm, int]:
-    """The matmuls of a step by shape and format, and how often each runs.
+    """The GEMMs of a step by shape and format, and how often each runs.
 
     Args:
         shape: the model.
@@ -47,7 +47,7 @@ def step_gemms(shape: ModelShape, tokens: Sequence[int], units: Collection[str])
 
 
 def alone_s(probe: RateProbe, gemms: Mapping[StepGemm, int]) -> float:
-    """Seconds of a step's matmuls, each shape timed by itself.
+    """Seconds of a step's GEMMs, each shape timed by itself.
 
     Args:
         probe: of the device, with the kernels of the run.
@@ -57,7 +57,7 @@ def alone_s(probe: RateProbe, gemms: Mapping[StepGemm, int]) -> float:
 
 
 def total_flops(gemms: Mapping[StepGemm, int]) -> int:
-    """FLOPs of a step's matmuls."""
+    """FLOPs of a step's GEMMs."""
     return sum(count * one.flops for one, count in gemms.items())
 
 

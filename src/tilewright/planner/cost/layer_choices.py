@@ -67,12 +67,12 @@ class GlobalConfig:
 
     @property
     def can(self) -> Capabilities:
-        """The capabilities of the executor of this configuration."""
+        """The capabilities of the executor that was chosen for the whole model."""
         return capabilities_of(self.executor)
 
     @classmethod
     def of(cls, recipe: Recipe) -> "GlobalConfig":
-        """The configuration of the whole model that a recipe asks for."""
+        """The choice for the whole model (`GlobalConfig`) that a recipe asks for."""
         optim, shards = recipe.optim, Shards.of(recipe)
         rows = shards.rows(recipe)
         micro = min(recipe.train.micro_batch_size, rows)
@@ -92,7 +92,7 @@ class GlobalConfig:
 
 
 def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
-    """Everything that may be chosen for the whole model; the smaller loss tile last."""
+    """Every choice for the whole model; the smaller loss tile last."""
     batch = Shards.of(recipe).rows(recipe)
     most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch_size))
     sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch_size, most)}
@@ -113,7 +113,7 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
 
 
 def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
-    """The executors that can run a recipe's formats, clipping, adapters, and its mesh."""
+    """The executors that may be chosen: those that run a recipe's formats, clipping, adapters, and its mesh."""
     precision = recipe.precision
     on_mesh: dict[ExecutorName, Capabilities] = {
         name: can for name, can in CAPABILITIES.items() if can.stages == (recipe.parallel.pp > 1)
@@ -135,8 +135,8 @@ def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
 
 
 def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
-    """Optimizer states of some parameters: two moments, of Muon's matrices one, and what those have beside them that
-    are stored in 16 bits."""
+    """Bytes of optimizer states of some parameters: two moments, of Muon's matrices one, and what those have beside
+    them that are stored in 16 bits."""
     numbers, blocks = 2 * weights.trained, 2 * weights.blocks
     if setting.optimizer == "muon":
         numbers, blocks = numbers - weights.matrices.elements, blocks - weights.matrices.blocks
@@ -153,7 +153,7 @@ def update_bytes(weights: Weights, setting: GlobalConfig, shape: ModelShape) -> 
 
 
 def opaque(found: LayerClass, shape: ModelShape) -> bool:
-    """True if nothing can be selected in a layer: experts are compiled pieces, which are opaque."""
+    """True if nothing can be selected among a layer's choices: experts are compiled pieces, which are opaque."""
     return shape.compiled and found.called_experts > 0
 
 
@@ -165,7 +165,8 @@ def choices(
     links: Links,
     fixed: Constraints = NOTHING_FIXED,
 ) -> Iterator[LayerMemory]:
-    """Everything that may be done with a layer of this class. Parameters of a layer that keeps all stay, too."""
+    """The choices for a layer of this class: everything that may be done with it. Parameters of a layer that keeps all
+    stay, too."""
     exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
     if setting.can.activation_checkpoint:
         tiles, block = fixed.mlp_chunks or 1, fixed.attention_block or 0

@@ -57,7 +57,7 @@ class GemmCost:
         self._of = found, rows, shape, rates
 
     def _seconds(self, which: Pass) -> float:
-        """Those of no linear layer (experts in one tensor) count as they run."""
+        """Seconds of the layer's matmuls outside of linear layers (experts in one tensor), which count as they run."""
         found, rows, shape, rates = self._of
         total = 0.0
         for matmul in found.matmuls:
@@ -111,7 +111,7 @@ def forward_s(
     rates: Ceilings,
     links: Links,
 ) -> float:
-    """Seconds of one micro-batch forward through one layer, casts of weights left out."""
+    """Cost of a layer: seconds of one micro-batch forward through it, casts of weights left out."""
     matmuls = GemmCost(found, setting.micro_batch_size, shape, rates)
     return LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).forward_s()
 
@@ -134,7 +134,7 @@ class LayerParts:
         return Cost.of(total_s(self.operations()), self.holdings())
 
     def holdings(self) -> list[Holding]:
-        """The bytes that one layer holds under its choice."""
+        """Cost of a layer in bytes: what it holds under its choice."""
         return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:
@@ -149,7 +149,7 @@ class LayerParts:
         yield from computed("step", self.update())
 
     def _in_visits(self) -> Iterator[Operation]:
-        """A visit forward; the visit that updates, and before it one that finds the norm where clipping needs it."""
+        """A layer's cost by visits: one forward, one that updates, and before it one for the norm to clip by."""
         choice, micro, inputs = self.choice, self.setting.num_micro, self.waiting
         yield from computed("forward", self.forward(), micro)
         yield self._fetched("forward", choice.parameters, self.parameters)
@@ -171,7 +171,7 @@ class LayerParts:
 
     @cached_property
     def part(self) -> Weights:
-        """The part of the layer's weights that this rank holds."""
+        """The part of the layer's weights that this rank holds, as its cost counts it."""
         return self.found.weights.part(self.setting.shards.count)
 
     @property
@@ -184,7 +184,7 @@ class LayerParts:
 
     @property
     def input(self) -> float:
-        """A layer's kept input of one micro-batch."""
+        """Bytes of a layer's kept input of one micro-batch."""
         exact, dim = self.found.input(self.rows), self.shape.dim
         routed = self.found.routes and self.setting.can.whole_model
         if self.recipe.train.checkpoint_inputs == "exact" or routed or not dim:
@@ -222,7 +222,7 @@ class LayerParts:
         yield Holding("process", "once", self.shape.kind_bytes if found.matmuls else 0.0)  # ends have no code
 
     def _layer_major(self) -> Iterator[Holding]:
-        """Of one layer; what lives while it runs is of all layers of its group."""
+        """Costs of a layer in a layer-major step; what lives while it runs is of all layers of its group."""
         found, choice, micro, group = self.found, self.choice, self.setting.num_micro, self.group
         inputs = self.waiting
         waits = choice.inputs
@@ -247,19 +247,19 @@ class LayerParts:
         yield Holding("work", "backward", copied + need)
 
     def _stored_at(self, parameters: Tier, states: Tier) -> Iterator[Holding]:
-        """Weights, and what is between steps."""
+        """Bytes of a layer's weights where they are stored, and of what is between steps."""
         yield Holding("parameters", "always", self.parameters, self._place(parameters))
         yield Holding("optimizer", "always", self.states, self._place(states))
         if parameters == "device" or self.setting.can.one_micro_batch:
             yield Holding("buffers", "always", self.found.buffers)
 
     def _place(self, tier: Tier) -> Tier:
-        """Where the bytes of a tier are: a CPU's host is its device."""
+        """Where a layer's bytes of a tier are: a CPU's host is its device."""
         return "device" if tier == "host" and self.links.host is None else tier
 
     @property
     def group(self) -> int:
-        """Number of layers that run as one group; an end of the model is alone."""
+        """Number of layers that run as one group, as the layer's cost counts it; an end of the model is alone."""
         return min(self.setting.group, self.shape.num_layers) if self.found.indices != (-1,) else 1
 
     @property
@@ -285,12 +285,12 @@ class LayerParts:
         return rest + max(mlp, others + self.input)
 
     def _fetched(self, visit: str, tier: Tier, size: float) -> Operation:
-        """Bytes from a tier to the device."""
+        """Bytes of a layer fetched from a tier to the device."""
         speed = {"device": None, "host": self.links.host, "disk": self.links.disk}[tier]
         return Operation(visit, "link", "fetch", size / speed if speed else 0.0, size if speed else 0.0)
 
     def _stored(self, visit: str, tier: Tier, size: float) -> Operation:
-        """Bytes from the device to a tier."""
+        """Bytes of a layer stored from the device to a tier."""
         found = self._fetched(visit, tier, size)._replace(stream="store")
         written = self.links.disk_write
         return found._replace(seconds=size / written) if tier == "disk" and written else found
@@ -322,7 +322,8 @@ class LayerParts:
         }
 
     def update(self) -> dict[str, float]:
-        """Seconds after backward, by part: codes that are made of weights once per step, and the optimizer's."""
+        """Seconds of a layer after backward, by part: codes that are made of weights once per step, and the
+        optimizer's."""
         return {"quantize": self.found.coding.step / self.rates.bandwidth, "optimizer": self.optimizer_s()}
 
     def again_s(self) -> float:
@@ -341,7 +342,7 @@ class LayerParts:
         return again
 
     def tiles_s(self) -> float:
-        """A tiled token-wise part is computed once more inside its backward."""
+        """Seconds of a layer's tiled token-wise part, which is computed once more inside its backward."""
         if self.choice.mlp_chunks == 1 or not self.found.matmul_flops:
             return 0.0
         return self.matmul_s("fprop") * self.found.mlp_flops / self.found.matmul_flops
@@ -363,12 +364,11 @@ class LayerParts:
         return self.found.moved(self.rows) / rate
 
     def quantize_s(self, which: Literal["forward", "backward"]) -> float:
-        """Seconds to make 8-bit operands of one micro-batch, and to decode them."""
+        """A layer's seconds to make 8-bit operands of one micro-batch, and to decode them."""
         return getattr(self.found.coding, which)(self.rows) / self.rates.bandwidth
 
     def calls_s(self) -> float:
-        """Seconds to enter compiled pieces, or to call operations of layers that are not ours, in one micro-batch,
-        forward and backward. Embedding and head are none."""
+        """A layer's seconds to enter compiled pieces, or to call operations of third-party layers."""
         if self.found.operations:
             return CALL_SHARE * self.found.operations * self.rates.call_s(self.shape.matmul_format)
         if not self.shape.compiled or not self.found.matmuls:
@@ -376,7 +376,7 @@ class LayerParts:
         return calls_s(self.found.called_experts, self.rates)
 
     def weights_s(self) -> float:
-        """Casts of weights and accumulation of their gradients in one micro-batch."""
+        """A layer's seconds to cast weights and to accumulate their gradients in one micro-batch."""
         return (CAST_BYTES * self.found.cast + GRADIENT_BYTES * self.found.weights.trained) / self.rates.bandwidth
 
     def optimizer_s(self) -> float:
@@ -393,7 +393,8 @@ class LayerParts:
 
 
 def end_class(name: str, weights: Weights, shape: ModelShape) -> LayerClass:
-    """Embedding or head as a class of one: parameters and states; its activations are in the phases' base."""
+    """Cost of embedding or head as a class of one layer: parameters and states; its activations are in the phases'
+    base."""
     largest = weights.count if any(found.largest_weight for found in shape.classes) else 0
     cast = weights.count - weights.narrow if shape.matmul_bytes < FP32 and not shape.foreign else 0
     return LayerClass(name, (-1,), weights, weights.count, largest_weight=largest, cast=cast)

@@ -22,8 +22,8 @@ TOKENS = 2048
 
 
 def mode_speeds(rates: Ceilings, machine: Machine) -> dict[str, float]:
-    """Speed of each mode's matmuls over that of mode fp32: of a linear layer of the largest measured width, forward and
-    backward, with making and decoding its 8-bit operands.
+    """Speed of each precision mode's matmuls over that of mode fp32: of a linear layer of the largest measured width,
+    forward and backward, with making and decoding its 8-bit operands.
 
     Args:
         rates: of the machine.
@@ -35,7 +35,7 @@ def mode_speeds(rates: Ceilings, machine: Machine) -> dict[str, float]:
 
 
 def slow_modes(rates: Ceilings, machine: Machine) -> dict[str, float]:
-    """The modes that are slower than fp32, with their speed over that of fp32.
+    """The precision modes that are slower than fp32, with their speed over that of fp32.
 
     Example: an H100, by its published rates.
         >>> from tilewright.planner.machine.gpu_specs import find_published
@@ -48,7 +48,7 @@ def slow_modes(rates: Ceilings, machine: Machine) -> dict[str, float]:
 
 
 def slow_mode_notes(recipe: Recipe, rates: Ceilings, machine: Machine) -> tuple[str, ...]:
-    """Notes on a run whose mode is slower than fp32; none where it is not.
+    """Notes on a run whose precision mode is slower than fp32; none where it is not.
 
     Args:
         recipe: of the run; of two modes that it passes through the last one counts.
@@ -65,12 +65,12 @@ def slow_mode_notes(recipe: Recipe, rates: Ceilings, machine: Machine) -> tuple[
 
 
 def in_words(found: Mapping[str, float]) -> str:
-    """Slow modes with their speeds, the slowest first."""
+    """Slow precision modes with their speeds in words, the slowest first."""
     return ", ".join(f"{mode} {speed:.2g}x" for mode, speed in sorted(found.items(), key=lambda item: item[1]))
 
 
 def _seconds(mode: str, width: int, rates: Ceilings, machine: Machine) -> float:
-    """Of the three matmuls of a linear layer in a mode."""
+    """Seconds of the three matmuls of a linear layer in a precision mode."""
     policy = Policy(mode, device_type=machine.device)
     flops = 2.0 * TOKENS * width * width
     if not policy.is_fp8:

@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     """The collective between ranks: gather, scatter, reduce or exchange."""
 
     def scaled(self, time: float) -> "Operation":
-        """This operation of a step in `time` times the seconds."""
+        """This operation of a step, on its stream, in `time` times the seconds."""
         return self._replace(seconds=self.seconds * time)
 
 
@@ -55,13 +55,14 @@ class Holding(NamedTuple):
 
 
 def computed(visit: str, parts: Mapping[str, float], times: int = 1) -> Iterator[Operation]:
-    """Computation of a layer's visit, from the seconds of its parts in one of so many micro-batches."""
+    """Operations of a step: the computation of a layer's visit, from the seconds of its parts in one of so many
+    micro-batches."""
     return (Operation(visit, part, "compute", times * seconds) for part, seconds in parts.items())
 
 
 def total_s(operations: Iterable[Operation]) -> float:
-    """Seconds of all visits; of a visit those of its computation, or of what crosses the link meanwhile where that
-    takes longer, each direction for itself."""
+    """Seconds of a step's operations over all visits; of a visit those of its computation, or of what crosses the link
+    meanwhile where that takes longer, each direction for itself."""
     return sum(sum(one) for one in _visits(operations))
 
 
@@ -76,7 +77,8 @@ def by_part(operations: Sequence[Operation]) -> dict[str, float]:
 
 
 def _visits(operations: Iterable[Operation]) -> Iterator[tuple[float, float, float]]:
-    """Of each visit its computation, what of the link is not hidden behind that, and what waits for other ranks."""
+    """Operations of a step by visit: its computation, what of the link is not hidden behind that, and what waits for
+    other ranks."""
     visits: dict[str, dict[Stream, float]] = {}
     for one in operations:
         streams = visits.setdefault(one.visit, {"compute": 0.0, "fetch": 0.0, "store": 0.0, "ranks": 0.0})

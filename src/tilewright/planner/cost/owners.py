@@ -11,7 +11,8 @@ OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "wor
 
 
 def owners_at(phase: Phase, rows: Sequence[PlanRow]) -> dict[str, float]:
-    """Device bytes of a phase by owner; `work` is what lives only while something runs, and pages that stay free.
+    """Device bytes of a plan's phase by owner; `work` is what lives only while something runs, and pages that stay
+    free.
 
     They are what no choice changes, the holdings of all layers that are there then, and of one that runs.
     """
@@ -36,7 +37,7 @@ def owners_at(phase: Phase, rows: Sequence[PlanRow]) -> dict[str, float]:
 
 
 def on_host(rows: Sequence[PlanRow]) -> dict[str, float]:
-    """Bytes of layers in the host's memory by owner."""
+    """Bytes of a plan's layers in the host's memory by owner."""
     found = {"parameters": 0.0, "optimizer": 0.0}
     inputs = 0.0
     for row in rows:
@@ -51,12 +52,12 @@ def on_host(rows: Sequence[PlanRow]) -> dict[str, float]:
 
 
 def reserve_of(phases: Mapping[str, Mapping[str, float]]) -> int:
-    """The bytes that the process takes on a GPU outside of its allocator."""
+    """The owner "reserve": the bytes that the process takes on a GPU outside of its allocator."""
     return int(max(owners["process"] for owners in phases.values()))
 
 
 def tracked(phases: Mapping[str, Mapping[str, float]], can: Capabilities, reserve: float) -> dict[str, dict[str, int]]:
-    """Phases as the memory tracker of a run has them, by its owners.
+    """Bytes by phase and owner as the memory tracker of a run has them, by its owners.
 
     Args:
         phases: device bytes by owner at each phase of the planner.

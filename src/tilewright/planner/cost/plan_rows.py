@@ -26,16 +26,16 @@ class PlanRow:
 
     @property
     def count(self) -> int:
-        """Layers of the row."""
+        """Number of layers of a row of the plan."""
         return max(1, len(self.indices))
 
     def __str__(self) -> str:
-        """The layers as people write them."""
+        """The layers of a plan's row as people write them."""
         return f"{self.name} {ranges(self.indices)}" if self.indices else self.name
 
 
 def recomputed(rows: Sequence[PlanRow]) -> Counter[str]:
-    """Layers of each class that are computed again, whole or in part, by its name."""
+    """Rows of a plan that are computed again, whole or in part: layers of each class, by its name."""
     found: Counter[str] = Counter()
     for row in rows:
         found[row.name] += len(row.indices) * (row.choice.activations != "keep")
@@ -43,7 +43,7 @@ def recomputed(rows: Sequence[PlanRow]) -> Counter[str]:
 
 
 def places(setting: GlobalConfig, row: PlanRow) -> tuple[Tier, Tier]:
-    """Where parameters and states of a row are between the passes."""
+    """Where parameters and states of a plan's row are between the passes."""
     return ("host", "host") if setting.shards.offload else (row.choice.parameters, row.choice.states)
 
 
@@ -59,8 +59,8 @@ class RankRow:
 
 
 def rank_rows(shape: ModelShape, setting: GlobalConfig) -> list[RankRow]:
-    """Rows of what each rank holds. Parts of parameters are as long as the first rank's, filled up where rows do not
-    come out even; the last ranks have fewer gradients and states."""
+    """Rows of a plan for what each rank holds. Parts of parameters are as long as the first rank's, filled up where
+    rows do not come out even; the last ranks have fewer gradients and states."""
     shards = setting.shards
     found: dict[tuple[float, float], list[int]] = {}
     for rank in range(shards.ranks):
@@ -71,7 +71,7 @@ def rank_rows(shape: ModelShape, setting: GlobalConfig) -> list[RankRow]:
 
 
 def documents_notes(recipe: Recipe, shape: ModelShape) -> tuple[str, ...]:
-    """Notes on the documents that a plan of whole documents is made for."""
+    """Notes beside a plan's rows on the documents that a plan of whole documents is made for."""
     if recipe.data.rows != "documents":
         return ()
     seconds = "and so are the seconds of attention"

@@ -64,8 +64,8 @@ class Shards:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Shards":
-        """The shares of a recipe. `dp_shard = -1` is one part here: who knows the number of processes sets it
-        before."""
+        """The share of one rank of a recipe's run. `dp_shard = -1` is one part here: who knows the number of processes
+        sets it before."""
         parallel = recipe.parallel
         count = max(1, parallel.dp_shard)
         apart = parallel.tp > 1 and (recipe.model.num_experts > 0 or parallel.dp_replicate > 1)
@@ -88,7 +88,7 @@ class Shards:
         )
 
     def beside(self, shape: ModelShape) -> "Shards":
-        """These shards for a model that has experts, which are sharded apart, though its recipe does not say so."""
+        """The rank's share for a model that has experts, which are sharded apart, though its recipe does not say so."""
         apart = any(kind.times > 1 for kind in shape.weights.tensors.kinds)
         return replace(self, experts_apart=True) if apart else self
 
@@ -99,11 +99,11 @@ class Shards:
 
     @property
     def cut(self) -> bool:
-        """True if a rank holds parts of the model that are put together."""
+        """True if a rank's share is parts of the model that are put together."""
         return self.count > 1 or self.experts_apart
 
     def notes(self, cpu: bool, measured: bool) -> tuple[str, ...]:
-        """Notes on what a plan leaves out of its seconds, and takes for granted in them.
+        """Notes on what a plan of one rank's share leaves out of its seconds, and takes for granted in them.
 
         Args:
             cpu: parts on the host are where they are anyway.
@@ -114,7 +114,7 @@ class Shards:
 
     @property
     def of_each(self) -> str:
-        """Whose bytes a plan's are, after a number of bytes; empty for one process."""
+        """Which rank's share a plan's bytes are, as words after a number of bytes; empty for one process."""
         return f" of each of {self.processes} ranks" if self.processes > 1 else ""
 
     def words(self) -> str:
@@ -132,13 +132,13 @@ class Shards:
         return f"{self.processes} ranks: {words}" if self.processes > 1 else ""
 
     def rows(self, recipe: Recipe) -> int:
-        """Rows of a step on the rank that has most of them; a pair of answers stays together."""
+        """A rank's share of the rows of a step, of the rank that has most of them; a pair of answers stays together."""
         together = 2 if recipe.data.format == "preferences" else 1
         return together * -(-recipe.train.global_batch_size // (together * self.ranks))
 
 
 def check_shared(recipe: Recipe, ranks: int) -> None:
-    """Check what several processes cannot share, before there are any.
+    """Check what several ranks cannot share, before there are any.
 
     Args:
         recipe: of the run.
@@ -172,34 +172,35 @@ class Gathered:
 
     @property
     def rest(self) -> float:
-        """Bytes of parameters outside of the layers, put together from all ranks' parts."""
+        """Gathered bytes of parameters outside of the layers, put together from all ranks' shares."""
         return self._of(self._rest)
 
     @property
     def largest(self) -> float:
-        """Bytes of parameters of the largest layer, put together from all ranks' parts."""
+        """Gathered bytes of parameters of the largest layer, put together from all ranks' shares."""
         return max((self._of(found.weights) for found in self.shape.classes), default=0.0)
 
     def layers(self, names: Collection[str]) -> float:
-        """Parameters of all layers of these classes, where they stay put together from forward to backward."""
+        """Gathered bytes of parameters of all layers of these classes, where they stay put together from forward to
+        backward."""
         if not self.shards.cut or self.shards.reshard:
             return 0.0
         return sum(found.count * self._of(found.weights) for found in self.shape.classes if found.name in names)
 
     @property
     def accumulates(self) -> bool:
-        """True if gradients are whole from one micro-batch to the next."""
+        """True if a rank's gradients are whole from one micro-batch to the next."""
         several = self.num_micro > 1 and not self.shards.reduce_each
         return self.shards.cut and (several or self.shards.staged)
 
     @property
     def gradients(self) -> float:
-        """The bytes that they take then beyond their parts."""
+        """The bytes that whole gradients take beyond the rank's share."""
         return self._beyond_part(self.shape.weights) if self.accumulates else 0.0
 
     @property
     def rest_gradients(self) -> float:
-        """Whole gradients of what is outside of the layers, beyond its parts."""
+        """Bytes of whole gradients of what is outside of the layers, beyond the rank's share."""
         return self._beyond_part(self._rest)
 
     @property
@@ -210,7 +211,7 @@ class Gathered:
 
     @property
     def rest_reduced(self) -> float:
-        """The buffer in which sharded gradients of what is outside of the layers are reduced."""
+        """Bytes of the buffer in which a rank's sharded gradients of what is outside of the layers are reduced."""
         return float(self._rest.tensors.gradients(self.shards.count)) if self.shards.cut else 0.0
 
     @property
@@ -221,13 +222,14 @@ class Gathered:
         return float(weights.tensors.gathered(self.shards.count, wide=self.wide)) if self.shards.cut else 0.0
 
     def _beyond_part(self, weights: Weights) -> float:
-        """Of experts that are spread a rank has whole gradients of its own ones alone."""
+        """Bytes of whole gradients beyond the rank's share; of experts that are spread a rank has those of its own ones
+        alone."""
         trained = weights.part(self.shards.count).trained
         return float(weights.tensors.whole_gradients(self.shards.count) - FP32 * trained)
 
 
 def layer_forward(found: LayerClass, shards: Shards) -> float:
-    """Bytes of a layer's parameters while it runs forward: put together, and in the buffer of that."""
+    """Bytes of a layer's parameters on a rank while it runs forward: put together, and in the buffer of that."""
     if not shards.cut or found.indices == (-1,):
         return 0.0
     gathered = found.weights.tensors.gathered(shards.count)
@@ -235,8 +237,8 @@ def layer_forward(found: LayerClass, shards: Shards) -> float:
 
 
 def layer_backward(found: LayerClass, shards: Shards) -> tuple[float, float]:
-    """Bytes of a layer's parameters while it runs backward, and of its gradients: with the next layer's parameters in
-    their buffer too, and the gradients of the layer before in theirs."""
+    """Bytes on a rank of a layer's parameters while it runs backward, and of its gradients: with the next layer's
+    parameters in their buffer too, and the gradients of the layer before in theirs."""
     if not shards.cut or found.indices == (-1,):
         return 0.0, 0.0
     gathered = found.weights.tensors.gathered(shards.count) if shards.reshard else 0

@@ -72,7 +72,7 @@ class RankTraffic:
 
     @classmethod
     def of(cls, shape: ModelShape, shards: Shards, num_micro: int) -> "RankTraffic":
-        """Traffic of the parameters and gradients of a model that several ranks share.
+        """Traffic of a rank for of the parameters and gradients of a model that several ranks share.
 
         Args:
             shape: of the model.
@@ -104,11 +104,12 @@ class RankTraffic:
 
     @property
     def total(self) -> float:
-        """Bytes of all collectives of a step."""
+        """Bytes of all collectives of a rank's traffic in a step."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def sent(self, shards: Shards) -> dict[str, float]:
-        """The bytes that one rank sends to others, by operation as a run counts it (`parallel.communicate.traffic`).
+        """Traffic: the bytes that one rank sends to others, by operation as a run counts it
+        (`parallel.communicate.traffic`).
 
         Args:
             shards: of the run.
@@ -127,7 +128,7 @@ class RankTraffic:
         return {name: size for name, size in found.items() if size}
 
     def operations(self, speed: RankSpeed) -> Iterator[Operation]:
-        """The exchanges that a step waits for, by collective."""
+        """The exchanges of a rank's traffic that a step waits for, by collective."""
         for group in (one.name for one in fields(self)):
             size = getattr(self, group)
             yield Operation("communication", "communication", "ranks", size / getattr(speed, group), size, group)
@@ -136,7 +137,7 @@ class RankTraffic:
 def communication(
     shape: ModelShape, shards: Shards, num_micro: int, speed: RankSpeed | None, cut: RankTraffic
 ) -> tuple[Operation, ...]:
-    """Operations of a step between ranks: none for one process, and where no speed is known.
+    """Traffic between ranks as operations of a step: none for one process, and where no speed is known.
 
     Args:
         shape: of the model.
@@ -235,7 +236,7 @@ def cut_ends(shape: ModelShape, recipe: Recipe, rows: int, tp: int, shards: int)
 
 
 def _in_slices(recipe: Recipe) -> bool:
-    """True if each rank has some positions of the stream."""
+    """True if each rank has some positions of the stream, which its traffic follows."""
     return recipe.parallel.sequence_parallel and recipe.model.kind != "hf"
 
 

@@ -43,7 +43,8 @@ class Cost:
 
     @classmethod
     def of(cls, seconds: float, holdings: Sequence[Holding]) -> "Cost":
-        """Cost of a layer from its holdings, summed by their life, or by their place where that is not the device."""
+        """Cost of a layer for the solver, from its holdings, summed by their life, or by their place where that is not
+        the device."""
         found: dict[str, float] = {}
         for one in holdings:
             name = _SUMS[one.life] if one.place == "device" else one.place
@@ -51,7 +52,7 @@ class Cost:
         return cls(seconds, **found, holdings=tuple(one for one in holdings if one.bytes))
 
     def for_phase(self, transient: Transient) -> float:
-        """Bytes on the device while this layer runs in a phase."""
+        """The solver's bytes on the device while this layer runs in a phase."""
         return {"none": 0.0, "forward": self.forward, "backward": self.backward}[transient]
 
 
@@ -87,7 +88,7 @@ class Phase:
 
     @property
     def base(self) -> float:
-        """Bytes that no choice changes."""
+        """Bytes of a phase that no choice of the solver changes."""
         return sum(self.owners.values())
 
 
@@ -118,7 +119,7 @@ class Answer:
 
 
 def phase_bytes(problem: PlanProblem, phase: Phase, counts: Counts) -> float:
-    """Device bytes of a phase under an answer's counts."""
+    """Device bytes of a phase under the counts of the solver's answer."""
     total, running = phase.base, 0.0
     for group, row in zip(problem.groups, counts, strict=True):
         for cost, count in zip(group.costs, row, strict=True):
@@ -132,12 +133,12 @@ def phase_bytes(problem: PlanProblem, phase: Phase, counts: Counts) -> float:
 
 
 def host_bytes(problem: PlanProblem, counts: Counts) -> float:
-    """Bytes of the host under an answer's counts."""
+    """Bytes of the host under the counts of the solver's answer."""
     return problem.host_base + _total(problem, counts, "host")
 
 
 def seconds(problem: PlanProblem, counts: Counts) -> float:
-    """Seconds of the layers under an answer's counts."""
+    """Seconds of the layers under the counts of the solver's answer."""
     return _total(problem, counts, "seconds")
 
 
@@ -147,12 +148,12 @@ def _total(problem: PlanProblem, counts: Counts, name: str) -> float:
 
 
 def least_seconds(problem: PlanProblem) -> float:
-    """Seconds that no plan of these groups is below, whatever the budgets."""
+    """The solver's bound: seconds that no plan of these groups is below, whatever the budgets."""
     return sum(group.count * min(cost.seconds for cost in group.costs) for group in problem.groups)
 
 
 def solve(problem: PlanProblem, *, smallest: bool = False, gap: float = 1e-9) -> Answer | None:
-    """The fastest counts within the budgets; None where nothing fits.
+    """Solve for the fastest counts of options of layers within the budgets; None where nothing fits.
 
     Args:
         problem: groups, phases and budgets.
@@ -185,7 +186,7 @@ def solve(problem: PlanProblem, *, smallest: bool = False, gap: float = 1e-9) ->
 
 
 def stopped_note(answer: Answer, better: str, gap: float) -> tuple[str, ...]:
-    """A note where the solver was stopped before it had proven that a plan is the best.
+    """A note where solving was stopped before it had proven that a plan is the best.
 
     Args:
         answer: of the solver.
@@ -201,7 +202,7 @@ def stopped_note(answer: Answer, better: str, gap: float) -> tuple[str, ...]:
 
 
 def left_out_note(number: int) -> tuple[str, ...]:
-    """A note where other settings than the plan's own were not brought to an end, so many."""
+    """A note where solving for other settings than the plan's own was not brought to an end, for so many."""
     if not number:
         return ()
     return (f"the solver was stopped before it found anything for {number} of the settings, which are left out",)
@@ -209,7 +210,7 @@ def left_out_note(number: int) -> tuple[str, ...]:
 
 def _plainly_too_large(problem: PlanProblem) -> bool:
     """True if what must be somewhere is more than all places together, or the least that a phase has is more than the
-    device, told without the solver."""
+    device: known without the solver."""
     least = sum(
         group.count * min(cost.held + cost.host + cost.disk for cost in group.costs) for group in problem.groups
     )
@@ -220,7 +221,8 @@ def _plainly_too_large(problem: PlanProblem) -> bool:
 
 
 def _least_bytes(problem: PlanProblem, phase: Phase) -> float:
-    """Device bytes that a phase has at least, whatever each group takes."""
+    """The solver's bound on bytes: those on the device that a phase has at least, whatever each group of layers
+    takes."""
     found, running = phase.base, 0.0
     for group in problem.groups:
         kept, gradients = group.name in phase.kept, group.name in phase.gradients
@@ -231,7 +233,7 @@ def _least_bytes(problem: PlanProblem, phase: Phase) -> float:
 
 
 def _undominated(costs: Sequence[Cost]) -> list[int]:
-    """Places of the options that no other one equals or beats in everything."""
+    """Places of the layers' options that no other one equals or beats in everything, for the solver."""
     rows = [tuple(getattr(cost, name) for name in COSTS) for cost in costs]
     return [
         i
@@ -274,7 +276,7 @@ def _integer_program(problem: PlanProblem, smallest: bool, gap: float) -> Answer
 
 
 def _rows(problem: PlanProblem, columns: _Columns, unit: float, smallest: bool) -> list[LinearRow]:
-    """Constraints; bytes in units of about a device's memory."""
+    """Constraints of the solver's program as rows; bytes in units of about a device's memory."""
     num = len(columns.options)
     rows: list[LinearRow] = []
     for g, group in enumerate(problem.groups):

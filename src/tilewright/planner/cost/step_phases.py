@@ -59,7 +59,7 @@ class FixedBytes:
 
     @classmethod
     def of(cls, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, machine: Machine) -> "FixedBytes":
-        """The bytes of a setting that no choice of a layer changes."""
+        """The bytes of a setting in every phase that no choice of a layer changes."""
         rows = setting.micro_batch_size
         stream = float(rows * shape.seq_len * shape.dim * shape.stream_bytes)
         if not setting.can.one_micro_batch:
@@ -93,14 +93,14 @@ class FixedBytes:
 
 
 def written_beside(recipe: Recipe) -> bool:
-    """True if checkpoints are written from a copy while training continues. The last one never is: nothing follows
-    it."""
+    """True if a phase is needed in which checkpoints are written from a copy while training continues. The last one
+    never is: nothing follows it."""
     section, steps = recipe.checkpoint, recipe.train.steps or math.inf  # 0: as many as fit
     return section.async_save and (section.interval_minutes > 0 or 0 < section.interval < steps)
 
 
 def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
-    """Names of classes in the order in which backward reaches them; classes that take turns go together."""
+    """Names of classes in the order in which the phases of backward reach them; classes that take turns go together."""
     ordered = sorted(classes, key=lambda found: -max(found.indices))
     found: list[list[str]] = []
     lowest = 0
@@ -115,14 +115,14 @@ def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
 
 
 def rollback_bytes(base: FixedBytes, setting: GlobalConfig, recipe: Recipe) -> float:
-    """Bytes of what undoes a step that was applied half-way: all that a step changes, once more."""
+    """Bytes in all phases of what undoes a step that was applied half-way: all that a step changes, once more."""
     kept = recipe.optim.clip == "delayed" and recipe.memory.rollback == "buffer"
     return base.state if kept and not setting.can.whole_gradient else 0.0
 
 
 def host_base(base: FixedBytes, setting: GlobalConfig, recipe: Recipe, homes: OffloadFlags) -> dict[str, float]:
-    """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
-    from, and the rollback buffer, where no layer groups are on disk."""
+    """Bytes of the host in all phases that no choice changes, by owner: the process, the copy that a background
+    checkpoint writes from, and the rollback buffer, where no layer groups are on disk."""
     copied = not setting.can.offload and written_beside(recipe)
     rollback = rollback_bytes(base, setting, recipe) if not homes.on_disk else 0.0
     return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": rollback}
@@ -196,7 +196,7 @@ def _checkpoints(found: Sequence[Phase], copy: float, alone: Phase) -> list[Phas
 
 
 def _beside(name: str, found: Sequence[Phase], more: Mapping[str, float]) -> list[Phase]:
-    """The same phases with something added."""
+    """The same phases of a step with something added."""
     return [replace(phase, name=f"{name}, {phase.name}", owners={**phase.owners, **more}) for phase in found]
 
 
@@ -209,7 +209,8 @@ def _standard(
     layers: frozenset[str],
     ends: frozenset[str],
 ) -> list[Phase]:
-    """On a CPU the pages of activations and of backward's work stay with the process, so they are in all phases."""
+    """Phases of a standard step. On a CPU the pages of activations and of backward's work stay with the process, so
+    they are in all phases."""
     cpu, everything = machine.device == "cpu", layers | ends
     copy = base.state if cpu and written_beside(recipe) else 0.0
     code = len(shape.classes) * shape.kind_bytes  # counted for each way there is (`Cost.once`)
@@ -270,14 +271,15 @@ def _standard(
 
 
 def _taught(shape: ModelShape, setting: GlobalConfig, always: Mapping[str, float]) -> list[Phase]:
-    """The forward pass of a teacher, before that of its student: nothing of the student is kept then."""
+    """The phase of a teacher's forward pass, before that of its student: nothing of the student is kept then."""
     if shape.teacher is None or not shape.teacher.runs:
         return []
     return [Phase(TEACHER, {**always, "work": forward_bytes(shape, setting.micro_batch_size)})]
 
 
 def _evaluated(gathered: Gathered, recipe: Recipe) -> float:
-    """Parameters that an evaluation has in addition: in FP32 where they are stored in 16 bits, and put together."""
+    """The phase of an evaluation: parameters that it has in addition, in FP32 where they are stored in 16 bits, and put
+    together."""
     shape, together = gathered.shape, gathered.rest + gathered.layers([found.name for found in gathered.shape.classes])
     if not recipe.precision.eval_fp32:
         return together

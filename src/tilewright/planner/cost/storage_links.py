@@ -52,7 +52,7 @@ def host_speed(
     refresh: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LinkSpeed | None:
-    """Speed of the link between host and GPU; None on a CPU."""
+    """Measured speed of the link between host and GPU; None on a CPU."""
     if machine.device == "cpu":
         return None
     key = _key("host", machine.device_name)
@@ -124,7 +124,8 @@ def rank_speed(
 
 
 def known(machine: Machine, folder: str | Path, cache_dir: str | Path | None = None) -> dict[str, LinkSpeed]:
-    """Link speeds from earlier measurements: "host" and "disk", as far as they are known. Measures nothing."""
+    """Speeds of the links to storage from earlier measurements: "host" and "disk", as far as they are known. Measures
+    nothing."""
     keys = {"host": _key("host", machine.device_name)} if machine.device != "cpu" else {}
     keys["disk"] = _key("disk", os.stat(existing(folder)).st_dev, machine.device)
     found = {name: _read(_path(key, cache_dir), LinkSpeed) for name, key in keys.items()}
@@ -132,7 +133,8 @@ def known(machine: Machine, folder: str | Path, cache_dir: str | Path | None = N
 
 
 def as_links(host: LinkSpeed | None, disk: LinkSpeed | None, ranks: RankSpeed | None = None) -> Links:
-    """The links of a plan: the slower direction of the host's link, both of the disk's, and the link between ranks."""
+    """Links to storage and ranks: the links of a plan: the slower direction of the host's link, both of the disk's, and
+    the link between ranks."""
     return Links(
         host=None if host is None else min(host.read, host.write),
         disk=None if disk is None else disk.read,
@@ -142,7 +144,7 @@ def as_links(host: LinkSpeed | None, disk: LinkSpeed | None, ranks: RankSpeed | 
 
 
 def existing(folder: str | Path) -> Path:
-    """A folder, or the nearest one above it that is there."""
+    """A folder, or the nearest one above it that is there, whose disk's speed is asked for."""
     path = Path(folder).absolute()
     return next(one for one in (path, *path.parents) if one.exists())
 
@@ -181,6 +183,6 @@ def _cached(key: str, cache_dir: str | Path | None, refresh: bool, measured: Cal
 
 
 def unmeasured(machine: Machine) -> Links:
-    """Guessed speeds of links, for a plan of what a recipe takes."""
+    """Guessed speeds of the links to storage, for a plan of what a recipe takes."""
     host = GUESSED_HOST if machine.device == "cuda" else None
     return Links(host, GUESSED_DISK, "guessed: 25 GB/s of the host's link, 2 GB/s of the disk")

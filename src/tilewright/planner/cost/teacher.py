@@ -71,8 +71,8 @@ def _chunks(teacher: TeacherShape | None, several: bool) -> float:
 def teacher_s(
     shape: ModelShape, setting: GlobalConfig, recipe: Recipe, rates: Ceilings, links: Links
 ) -> dict[str, float]:
-    """Seconds of a step by part: the forward pass, casts of its weights among it, and the logits; nothing without a
-    teacher, or where its shape is not known."""
+    """A teacher's seconds of a step by part: the forward pass, casts of its weights among it, and the logits; nothing
+    without a teacher, or where its shape is not known."""
     if shape.teacher is None or shape.teacher.model.unknown:
         return {}
     model, tokens = shape.teacher.model, setting.micro_batch_size * shape.seq_len
@@ -102,8 +102,8 @@ def head_parts_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> d
 
 
 def _logits_s(shape: ModelShape, tokens: int, loss_chunk_bytes: int, rates: Ceilings) -> float:
-    """Both passes of the teacher's head, and one more of the student's. From kept tokens the student's alone,
-    where there is more than one chunk."""
+    """Seconds of both passes of the teacher's head, and one more of the student's. From kept tokens the student's
+    alone, where there is more than one chunk."""
     assert shape.teacher is not None
     ours = _head_s(shape, tokens, shape.dim, rates)
     if shape.teacher.top_k:
@@ -112,10 +112,10 @@ def _logits_s(shape: ModelShape, tokens: int, loss_chunk_bytes: int, rates: Ceil
 
 
 def _head_s(shape: ModelShape, tokens: int, dim: int, rates: Ceilings) -> float:
-    """A forward pass of a head: a third of `head_s`."""
+    """Seconds of a forward pass of a teacher's or student's head: a third of `head_s`."""
     return head_s(tokens, dim, shape.vocab_size, shape.matmul_format, rates) / 3
 
 
 def _losses(setting: GlobalConfig) -> int:
-    """How often a step runs the head."""
+    """How often a step with a teacher runs the head."""
     return 1 if setting.can.whole_gradient else setting.passes

@@ -75,12 +75,12 @@ class Ceilings:
 
     @property
     def quiet(self) -> bool:
-        """True if these are rates of the machine rather than of what others left of it."""
+        """True if these ceilings are rates of the machine rather than of what others left of it."""
         return self.busy <= _BUSY and self.others <= _OTHERS
 
     @property
     def load_note(self) -> str:
-        """A note on seconds that rest on rates of a busy machine; "" on a quiet one."""
+        """A note on seconds that rest on ceilings of a busy machine; "" on a quiet one."""
         if self.quiet:
             return ""
         return (
@@ -89,7 +89,8 @@ class Ceilings:
         )
 
     def matmul_rate(self, fmt: str, width: float) -> float:
-        """FLOP/s at `width` features, between measured widths by straight line, flat beyond them."""
+        """The machine's matmul ceiling: FLOP/s at `width` features, between measured widths by straight line, flat
+        beyond them."""
         points = sorted((float(w), rate) for w, rate in self.matmul[fmt].items())
         for (low, low_rate), (high, high_rate) in pairwise(points):
             if low <= width <= high:
@@ -97,7 +98,7 @@ class Ceilings:
         return points[0][1] if width < points[0][0] else points[-1][1]
 
     def matmul_s(self, fmt: str, width: float, flops: float, *, compiled: bool = False) -> float:
-        """Seconds of one of the three GEMMs.
+        """Seconds of one of the three GEMMs of a linear layer at the machine's measured rate.
 
         Args:
             fmt: format of its operands.
@@ -108,12 +109,13 @@ class Ceilings:
         return flops / self.matmul_rate(fmt, width) + self._start_s(fmt, width, compiled) / 3
 
     def call_s(self, fmt: str = "fp32") -> float:
-        """Seconds of the three GEMMs of almost nothing: what it takes to call them."""
+        """Seconds of the three GEMMs of almost nothing on this machine: what it takes to call them."""
         starts = self.start.get(fmt, {})
         return starts[min(starts)] if starts else 0.0
 
     def _start_s(self, fmt: str, width: float, compiled: bool) -> float:
-        """Between measured widths by straight line in the weights' number, beyond them in proportion to it."""
+        """Seconds to start a GEMM on this machine: between measured widths by straight line in the weights' number,
+        beyond them in proportion to it."""
         points = sorted((float(w), seconds) for w, seconds in self.start.get(fmt, {}).items())
         if not points:
             return 0.0
@@ -126,7 +128,7 @@ class Ceilings:
         return max(0.0, found - called) if compiled else found
 
     def slowed(self, share: float) -> "Ceilings":
-        """These rates where each thread has only so much of a core."""
+        """The machine's ceilings where each thread has only so much of a core."""
         if share == 1:
             return self
         rates = ("attention", "loss", "elementwise", "adam")
@@ -138,12 +140,12 @@ class Ceilings:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Plain types for the cache file and the run folder."""
+        """The machine's ceilings as plain types for the cache file and the run folder."""
         return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> "Ceilings":
-        """The machine's rates from the result of `to_json`.
+        """The machine's ceilings from the result of `to_json`.
 
         Raises:
             ValueError: written by another version of this file.
@@ -197,14 +199,14 @@ def measure(
 
 
 def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | None:
-    """The earlier measurement of this machine's rates; None where there is none. Measures nothing."""
+    """The ceilings of this machine from an earlier measurement; None where there is none. Measures nothing."""
     folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     found = _read(folder / "ceilings" / f"{_key(machine)}.json")
     return None if found is None else found.slowed(machine.core_share)
 
 
 def keep(machine: Machine, ceilings: Ceilings, cache_dir: str | Path | None = None) -> None:
-    """Put other rates of a machine in the place of those that were measured before.
+    """Keep other ceilings of a machine in the place of those that were measured before.
 
     Args:
         machine: whose they are.
@@ -216,7 +218,7 @@ def keep(machine: Machine, ceilings: Ceilings, cache_dir: str | Path | None = No
 
 
 def one_round(machine: Machine, formats: Collection[str], progress: Callable[[str], None]) -> Ceilings:
-    """One round of what `measure` measures, in a process of its own: seconds, not a quarter of a minute.
+    """One round of measuring the machine's ceilings, in a process of its own: seconds, not a quarter of a minute.
 
     Args:
         machine: facts about this machine.
@@ -267,7 +269,7 @@ def _write(path: Path, ceilings: Ceilings) -> None:
 
 
 def _in_silence(line: str) -> None:
-    """Progress that was not asked for."""
+    """Measure the machine's ceilings without showing progress, which was not asked for."""
 
 
 def _measure_all(
@@ -305,21 +307,21 @@ def _measure_all(
 
 
 def middle(several: Sequence[Ceilings]) -> Ceilings:
-    """The median of each rate over several measurements of one machine."""
+    """The median of each rate over several measurements of one machine's ceilings."""
     same = {"format": _FORMAT, "key": several[0].key, "threads": several[0].threads}
     facts = [{name: value for name, value in one.to_json().items() if name not in same} for one in several]
     return Ceilings.from_json(same | _of_rounds(facts, statistics.median))
 
 
 def _of_rounds(rounds: Sequence[Any], pick: Callable[[Sequence[float]], float]) -> Any:
-    """Of each rate the one that `pick` takes."""
+    """Of each ceiling over several rounds the one that `pick` takes."""
     if not isinstance(rounds[0], Mapping):
         return pick(rounds)
     return {name: _of_rounds([found[name] for found in rounds], pick) for name in rounds[0]}
 
 
 def _timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]], *, best: bool) -> dict[str, dict[int, Timed]]:
-    """The same of matmuls: the middle seconds, or the fewest."""
+    """Timings of matmuls over several rounds: the middle seconds, or the fewest."""
     pick = min if best else statistics.median
     return {
         fmt: {width: Timed.of_rounds([found[fmt][width] for found in rounds], pick) for width in row}
@@ -328,7 +330,7 @@ def _timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]], *, best: bool)
 
 
 def _matmuls(probe: RateProbe, machine: Machine, formats: Collection[str]) -> dict[str, dict[int, Timed]]:
-    """Matrix matmuls by format and width."""
+    """Measured matmul ceilings by format and width."""
     found = {fmt: probe.matmul(DTYPES[fmt]) for fmt in formats}
     if "fp32" in found:
         found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]
@@ -340,7 +342,8 @@ def _matmuls(probe: RateProbe, machine: Machine, formats: Collection[str]) -> di
 def _rest(
     probe: RateProbe, in_runs: RateProbe, matmul: Mapping[str, Mapping[int, float]], formats: Collection[str]
 ) -> dict[str, Any]:
-    """All other rates, by the names of their fields; the optimizer's with the kernels of a run, compiled ones too."""
+    """All ceilings other than matmuls, by the names of their fields; the optimizer's with the kernels of a run,
+    compiled ones too."""
     dtypes = {fmt: DTYPES[fmt] for fmt in formats}
     by_format = {
         "attention": {fmt: probe.attention(dtype) for fmt, dtype in dtypes.items()},
@@ -360,7 +363,7 @@ def _rest(
 def _measure_here(
     device: str, key: str, threads: int, rounds: int = _ROUNDS, formats: Sequence[str] = tuple(DTYPES)
 ) -> dict[str, object]:
-    """The measurement, in a process of its own."""
+    """Measure this machine's ceilings in a process of its own."""
     told = functools.partial(print, flush=True)
     return _measure_all(detect_machine(device), key, threads, told, rounds, formats).to_json()
 

@@ -70,7 +70,7 @@ def measure(
 def _call(
     operation: LinkOperation, communicator: AsyncCommunicator, group: dist.ProcessGroup, whole: Tensor
 ) -> Callable[[], object]:
-    """One exchange, through when it returns (on a GPU: in the stream's order)."""
+    """One timed exchange between ranks, through when it returns (on a GPU: in the stream's order)."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     part, other = whole.new_ones(len(whole) // size), torch.empty_like(whole)
 

@@ -64,7 +64,8 @@ class GpuSpec:
         )
 
     def ceilings(self) -> Ceilings:
-        """Rates that a step may reach: published peaks times guessed shares. See `GUESSES`."""
+        """The published ceilings of this GPU: rates that a step may reach: published peaks times guessed shares. See
+        `GUESSES`."""
         memory = MEMORY_SHARE * self.bandwidth
         peaks = {"fp32": self.fp32, "tf32": self.bf16 / 2, "bf16": self.bf16, "fp16": self.bf16}
         peaks |= {"fp8": self.fp8} if self.fp8 else {}
@@ -145,7 +146,8 @@ def find_published(name: str) -> GpuSpec:
 
 
 def board_watts(machine: Machine) -> float | None:
-    """The most that one of the machine's GPUs takes, as its maker publishes it; None where that is not in the table.
+    """Published watts: the most that one of the machine's GPUs takes, as its maker publishes it; None where that is not
+    in the table.
 
     Args:
         machine: at hand, or made by `GpuSpec.machine`.

@@ -48,7 +48,7 @@ class LinkFit:
     latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
     def seconds(self, sent_bytes: float) -> float:
-        """Seconds of one exchange between ranks by the fit.
+        """Seconds of one exchange between ranks by the measured fit.
 
         Example:
             >>> LinkFit(1e9, 1e-3).seconds(10**9)
@@ -69,12 +69,12 @@ class MeasuredLinks:
     points: Annotated[tuple[LinkPoint, ...], Field(min_length=1)]
 
     def fit(self, operation: LinkOperation, wire: str = "fp32") -> LinkFit | None:
-        """Rate and latency of an operation in a wire format; None where it was not measured."""
+        """Measured rate and latency of an exchange in a wire format; None where it was not measured."""
         found = [one for one in self.points if (one.operation, one.format) == (operation, wire)]
         return fitted([(one.sent_bytes, one.seconds) for one in found]) if found else None
 
     def fits(self) -> dict[tuple[LinkOperation, str], LinkFit]:
-        """All fitted exchanges between ranks, by operation and format."""
+        """All fitted exchanges between ranks, by operation and format, from measurements."""
         found: dict[tuple[LinkOperation, str], LinkFit] = {}
         for one in self.points:
             fit = self.fit(one.operation, one.format)
@@ -83,13 +83,13 @@ class MeasuredLinks:
         return found
 
     def to_json(self) -> dict[str, object]:
-        """The file's content. `links` is for readers; it is worked out again from `points`."""
+        """The content of a file of measured links. `links` is for readers; it is worked out again from `points`."""
         links = {f"{operation}.{wire}": asdict(fit) for (operation, wire), fit in self.fits().items()}
         return {"tilewright_links": 1, **asdict(self), "links": links}
 
     @staticmethod
     def read(path: str | Path) -> "MeasuredLinks":
-        """A file that `tilewright bench comm --out` has written.
+        """Read a file of measured links that `tilewright bench comm --out` has written.
 
         Raises:
             ConfigError: there is none, or it is something else.
@@ -109,7 +109,8 @@ class MeasuredLinks:
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> LinkFit:
-    """The rate and the latency that come closest to some exchanges, by the square of relative errors.
+    """Fit of measured links: the rate and latency that come closest to some exchanges, by the square of relative
+    errors.
 
     Args:
         points: bytes that a rank sends, and seconds; one at least.

@@ -41,18 +41,18 @@ class Timed:
 
     @property
     def rate(self) -> float:
-        """FLOP/s of what grows with the rows."""
+        """Microbenchmark: FLOP/s of what grows with the rows."""
         flops = 6 * (self.many - self.few) * self.width**2
         return flops / max(self.many_s - self.few_s, 0.1 * self.many_s)  # however badly the two were timed
 
     @property
     def start(self) -> float:
-        """Seconds of what does not."""
+        """Microbenchmark: seconds of what does not grow with the rows."""
         return max(0.0, self.few_s - 6 * self.few * self.width**2 / self.rate)
 
     @classmethod
     def of_rounds(cls, timings: Sequence["Timed"], pick: Callable[[Iterable[float]], float]) -> "Timed":
-        """One measurement of several rounds: `pick` chooses the seconds, such as the middle ones."""
+        """One microbenchmark of several rounds: `pick` chooses the seconds, such as the middle ones."""
         few_s, many_s = (pick(getattr(one, name) for one in timings) for name in ("few_s", "many_s"))
         return replace(timings[0], few_s=few_s, many_s=many_s)
 
@@ -69,7 +69,8 @@ class Clock:
         self.ratios: list[float] = []
 
     def __call__(self, work: Callable[[], object], budget_s: float = _BUDGET_S) -> float:
-        """Seconds of one call, the middle one: one warm-up, then 2 calls at least and about `budget_s` of them."""
+        """Time a call of a microbenchmark, in seconds, the middle one: one warm-up, then 2 calls at least and about
+        `budget_s` of them."""
         work()
         times: list[float] = []
         processor: list[float] = []  # of this thread
@@ -97,7 +98,8 @@ class Load:
         self._began, self._before = time.perf_counter(), self._others()
 
     def others(self) -> float:
-        """Share of all processors' time since then, 0 to 1: other processes, and a hypervisor that gave it away."""
+        """Load of the machine since a microbenchmark began, 0 to 1 of all processors' time: other processes, and a
+        hypervisor that gave it away."""
         wall = (time.perf_counter() - self._began) * (psutil.cpu_count() or 1)
         return min(1.0, max(0.0, (self._others() - self._before) / wall))
 
@@ -127,27 +129,28 @@ class RateProbe:
         self._scale = 1 if device.type == "cpu" else 8
 
     def busy(self) -> float:
-        """Median over all measurements of median time over fastest time."""
+        """How busy the machine was in microbenchmarks: the median over all of median time over fastest time."""
         return statistics.median(self.clock.ratios)
 
     def _random(self, *shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
         return (torch.randn(*shape, device=self.device) * 0.1).to(dtype).requires_grad_(grad)
 
     def matmul(self, dtype: torch.dtype) -> dict[int, Timed]:
-        """Forward, input gradient and weight gradient of a square linear, by width."""
+        """Microbenchmark of a square linear layer by width: forward, input gradient and weight gradient."""
 
         return self._by_width(lambda width, rows: self.linear(rows, width, width, dtype), _FEW)
 
     def matmul_fp8(self) -> dict[int, Timed]:
-        """Seconds of the three matmuls of a square linear, by width, with operands in 8-bit tiles, which are made
-        before."""
+        """Microbenchmark of the three matmuls of a square linear by width, in seconds, with operands in 8-bit tiles,
+        which are made before."""
 
         return self._by_width(lambda width, rows: self.tiled_linear(rows, width, width), _FEW_TILED)
 
     def linear(
         self, rows: int, num_in: int, num_out: int, dtype: torch.dtype, *, frozen: bool = False
     ) -> Callable[[], object]:
-        """The three matmuls of a linear layer, to be called; of a frozen one the two without a weight's gradient."""
+        """The three matmuls of a linear layer, for a microbenchmark to call; of a frozen one the two without a weight's
+        gradient."""
         x_NK = self._random(rows, num_in, dtype=dtype, grad=True)
         weight_MK = self._random(num_out, num_in, dtype=dtype, grad=not frozen)
         upstream_NM = self._random(rows, num_out, dtype=dtype)
@@ -155,7 +158,8 @@ class RateProbe:
         return lambda: torch.autograd.grad(self.kernels.linear(x_NK, weight_MK), wanted, upstream_NM)
 
     def tiled_linear(self, rows: int, num_in: int, num_out: int, *, frozen: bool = False) -> Callable[[], object]:
-        """The three matmuls of a linear layer, to be called, with operands in 8-bit tiles, which are made before."""
+        """The three matmuls of a linear layer, for a microbenchmark to call, with operands in 8-bit tiles, which are
+        made before."""
         x_NK, upstream_NM = (self._random(rows, width, dtype=torch.bfloat16) for width in (num_in, num_out))
         weight = self.kernels.quantize(self._random(num_out, num_in, dtype=torch.bfloat16), FP8_BLOCK)
         (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, FP8_ROW) for t in (x_NK, upstream_NM))
@@ -163,7 +167,8 @@ class RateProbe:
         return lambda: [self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs]
 
     def _by_width(self, prepared: Callable[[int, int], Callable[[], object]], few: int) -> dict[int, Timed]:
-        """The seconds of `prepared` for a width and a number of rows, timed with `few` rows and with many."""
+        """Microbenchmark seconds of `prepared` for a width and a number of rows, timed with `few` rows and with
+        many."""
         found = {}
         for width in WIDTHS:
             rows = (few, self._scale * min(1024, 2**20 // width))
@@ -172,7 +177,8 @@ class RateProbe:
         return found
 
     def matmul_tf32(self) -> dict[int, Timed]:
-        """Seconds of the three matmuls of a square linear, by width, with TF32 allowed for FP32 operands (CUDA)."""
+        """Microbenchmark of the three matmuls of a square linear by width, in seconds, with TF32 allowed for FP32
+        operands (CUDA)."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
@@ -181,7 +187,7 @@ class RateProbe:
             torch.set_float32_matmul_precision(before)
 
     def attention(self, dtype: torch.dtype) -> float:
-        """FLOP/s of causal attention over two documents: 2 S^2 D forward, 2.5 times that backward."""
+        """Microbenchmark of attention, FLOP/s: causal over two documents, 2 S^2 D forward, 2.5 times that backward."""
         shape = num_rows, num_heads, num_positions, head_dim = 4 * self._scale, 4, 512, 64
         q_BHSD, k_BHSD, v_BHSD, upstream_BHSD = (self._random(*shape, dtype=dtype, grad=i < 3) for i in range(4))
         segments_BS = (torch.arange(num_positions, device=self.device) >= num_positions // 2).int().expand(num_rows, -1)
@@ -193,7 +199,8 @@ class RateProbe:
         return 3.5 * 2 * num_rows * num_heads * num_positions**2 * head_dim / self.clock(work)
 
     def loss(self, dtype: torch.dtype, matmul_rate: float) -> float:
-        """Logits/s of the head's softmax and loss: the whole operation's time less that of its three matmuls."""
+        """Microbenchmark of the head's softmax and loss, logits/s: the whole operation's time less that of its three
+        matmuls."""
         num_tokens, vocab_size, dim = 512 * self._scale, 8192, 512
         x_ND = self._random(num_tokens, dim, dtype=dtype, grad=True)
         weight_VD = self._random(vocab_size, dim, dtype=torch.float32, grad=True)
@@ -208,7 +215,8 @@ class RateProbe:
         return num_tokens * vocab_size / max(seconds - matmuls, 0.1 * seconds)
 
     def elementwise(self, dtype: torch.dtype) -> float:
-        """Bytes/s that the operations of an eager norm and SwiGLU read and write, forward and backward."""
+        """Microbenchmark of element-wise work: bytes/s that an eager norm and SwiGLU read and write, forward and
+        backward."""
         num_tokens, dim = 2048 * self._scale, 1024
         gate_ND, up_ND, upstream_ND = (self._random(num_tokens, dim, dtype=dtype, grad=i < 2) for i in range(3))
         weight_D = torch.ones(dim, device=self.device, requires_grad=True)
@@ -223,7 +231,7 @@ class RateProbe:
         return counted.moved / self.clock(work)
 
     def adam(self, moments: torch.dtype) -> float:
-        """Parameters/s of one AdamW update of FP32 parameters."""
+        """Microbenchmark of AdamW: FP32 parameters/s of one update."""
         num_params = 2**22 * self._scale
         param, grad = (self._random(num_params, dtype=torch.float32) for _ in range(2))
         first, second = (torch.zeros(num_params, dtype=moments, device=self.device) for _ in range(2))
@@ -232,7 +240,7 @@ class RateProbe:
         return num_params / self.clock(lambda: update([param], [grad], [first], [second], [0], hyper))
 
     def low_bit_adam(self) -> float:
-        """Parameters/s of one AdamW update with moments in 8 bits."""
+        """Microbenchmark of AdamW with moments in 8 bits: parameters/s of one update."""
         num_params = 2**22 * self._scale
         target, grad = (self._random(num_params, dtype=torch.float32) for _ in range(2))
         exp_avg, exp_avg_sq = (
@@ -244,11 +252,11 @@ class RateProbe:
         return num_params / self.clock(lambda: self.kernels.low_bit_adam(tensors, hyper))
 
     def bandwidth(self) -> float:
-        """Bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""
+        """Microbenchmark of memory: bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""
         source, target = (torch.ones(2**25, device=self.device) for _ in range(2))
         return 2 * source.nbytes / self.clock(lambda: target.copy_(source))
 
     def exp(self) -> float:
-        """Exponentials/s over 4 MiB, which stay in the cache."""
+        """Microbenchmark of exponentials/s over 4 MiB, which stay in the cache."""
         x = torch.zeros(2**20, device=self.device)
         return x.numel() / self.clock(lambda: torch.exp(x, out=x), _BUDGET_S / 4)

@@ -66,7 +66,8 @@ class Pages:
 
     @classmethod
     def of(cls, machine: Machine, operand_bytes: int, compiled: bool) -> "Pages":
-        """The shares of a machine, the bytes of an operand of the matmuls, and layers that are compiled or not.
+        """Shares of pages that a process holds: of a machine, the bytes of a matmul operand, and layers compiled or
+        not.
 
         Measured with glibc on two kinds of CPU, 4 to 16 rows, 6 and 12 layers, a decoder and a Llama. One that
         multiplies 16-bit operands in FP32 frees the FP32 result beside the rounded one that is kept. Compiled FP32
@@ -82,12 +83,12 @@ class Pages:
 
 
 def _widened(machine: Machine, operand_bytes: int) -> bool:
-    """True if 16-bit operands are multiplied in FP32."""
+    """True if the process holds 16-bit operands in FP32 too, since they are multiplied so."""
     return machine.device == "cpu" and operand_bytes == 2 and not machine.cpu_multiplies(torch.bfloat16)
 
 
 def free_pages(machine: Machine, operand_bytes: int) -> float:
-    """Memory that glibc holds free at the peak of an eager step, as a share of what is alive then.
+    """Bytes of the process that glibc holds free at the peak of an eager step, as a share of what is alive then.
 
     Measured over a first and a second step. 0.3: 17 models on a CPU with AVX-512 BF16 (0.0 to 0.4). AMX, and CPUs that
     multiply 16-bit operands in FP32 and free the FP32 results beside the rounded ones: a Llama with all kept and with
@@ -101,21 +102,21 @@ def free_pages(machine: Machine, operand_bytes: int) -> float:
 
 
 def process_size(machine: Machine, *, compiles: bool, foreign: bool) -> int:
-    """Memory of the process in addition to the model: of a run that compiles something or not, of a model of
+    """Bytes of the process in addition to the model: of a run that compiles something or not, of a model of
     transformers or our own."""
     triton = TRITON_BYTES if machine.versions.get("triton") else 0
     return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 
 
 def evaluated_loss_bytes(num_tokens: int, dim: int, vocab_size: int, size: int, loss_chunk_bytes: int) -> float:
-    """Bytes of the head's loss at its busiest chunk of an evaluation, with logits of `size` bytes; a weight that is
-    cast is copied."""
+    """Bytes of the process for the head's loss at its busiest chunk of an evaluation, with logits of `size` bytes; a
+    weight that is cast is copied."""
     chunk = chunk_rows(num_tokens, vocab_size * size, loss_chunk_bytes) * vocab_size * size
     return EVALUATED_CHUNKS[size] * chunk + (size * vocab_size * dim if size < 4 else 0)
 
 
 def chunk_bytes(machine: Machine, compiled: bool, logit_bytes: int, chunk: float) -> float:
-    """Bytes that live at once in the head's loss, for logits of `chunk` bytes."""
+    """Bytes of the process that live at once in the head's loss, for logits of `chunk` bytes."""
     if machine.device != "cpu":
         return 2.0 * chunk
     wide = min(WIDE_CHUNKS * chunk, WIDE_PIECES * 4.0 * WIDE_PIECE) if _widened(machine, logit_bytes) else 0.0

@@ -36,7 +36,8 @@ Operations = Sequence[tuple[LinkOperation, WireName]]
 
 
 def measure(ranks: int, progress: Callable[[str], None] | None = None) -> dict[str, float]:
-    """Measure exchanges between ranks over gloo: bytes a second by name of `cost.rank_traffic.RankSpeed`.
+    """Measure exchanges between ranks of one machine over gloo: bytes a second by name of
+    `cost.rank_traffic.RankSpeed`.
 
     Args:
         ranks: processes, each with one thread.
@@ -53,7 +54,7 @@ def measure(ranks: int, progress: Callable[[str], None] | None = None) -> dict[s
 
 
 def links(ranks: int, sizes: Sequence[int]) -> MeasuredLinks:
-    """Exchanges of all operations between so many processes of this machine, each with one thread.
+    """The links between so many ranks of this machine, each with one thread: exchanges of all operations.
 
     Args:
         ranks: processes, which this call starts.
@@ -67,7 +68,7 @@ def links(ranks: int, sizes: Sequence[int]) -> MeasuredLinks:
 
 
 def _started(ranks: int, sizes: Sequence[int], operations: Operations) -> list[LinkPoint]:
-    """The measurement by ranks that end with this call."""
+    """The measurement of the link between ranks by processes that end with this call."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(rank: int) -> list[dict[str, Any]]:

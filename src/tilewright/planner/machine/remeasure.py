@@ -27,7 +27,8 @@ def measured_again(
     cache_dir: str | Path | None = None,
     progress: Callable[[str], None],
 ) -> Ceilings:
-    """The known rates with those of the formats as they are now, which takes some seconds; the cache learns of them.
+    """Measure the rates of the formats again, which takes some seconds: the known rates with them; the cache learns of
+    them.
 
     Args:
         machine: the one at hand.
@@ -48,7 +49,7 @@ def measured_again(
 def reached(
     machine: Machine, known: Ceilings, formats: Collection[str], times: float, cache_dir: str | Path | None = None
 ) -> Ceilings:
-    """The machine's rates with matmuls so many times as fast, as a run's steps have shown; the cache learns of it.
+    """Rates remeasured by a run's steps: matmuls so many times as fast; the cache learns of it.
 
     Args:
         machine: the one at hand.
@@ -64,14 +65,14 @@ def reached(
 
 
 def replaced(known: Ceilings, fresh: Ceilings) -> Ceilings:
-    """Known rates of the machine with those in their place that were measured again."""
+    """Known rates of the machine with those in their place that were remeasured."""
     return _of_both(known, fresh, lambda old, new: new, lambda old, new: new, fresh)
 
 
 def learned(known: Ceilings, fresh: Ceilings) -> Ceilings:
-    """Rates for the cache after the second measurement: of each rate the higher one, or the second one where the
-    machine was quiet and is far slower. Where it is slower and busy, nothing is known of it: it is measured again
-    after an hour, as after each measurement of a busy machine.
+    """Rates for the cache after they were measured again: of each rate the higher one, or the second one where the
+    machine was quiet and is far slower. Where it is slower and busy, nothing is known of it: it is measured again after
+    an hour, as after each measurement of a busy machine.
 
     Example:
         >>> from tilewright.planner.machine.gpu_specs import find_published
@@ -99,7 +100,8 @@ def _of_both(
     seconds: Callable[[float, float], float],
     load: Ceilings,
 ) -> Ceilings:
-    """Each rate that both have, as the functions say; what was known of the machine's load as `load` has it."""
+    """Each rate that both measurements have, first and again, as the functions say; what was known of the machine's
+    load as `load` has it."""
     picked = {name: _each(getattr(known, name), getattr(fresh, name), rate) for name in _RATES}
     start = _each(known.start, fresh.start, seconds)
     return replace(known, **picked, start=start, busy=load.busy, others=load.others)
@@ -112,7 +114,7 @@ def _each(known: Any, fresh: Any, pick: Callable[[float, float], float]) -> Any:
 
 
 def _pairs(known: Any, fresh: Any) -> list[tuple[float, float]]:
-    """Numbers that both have."""
+    """Pairs of a rate as it was measured first and again."""
     if not isinstance(known, Mapping):
         return [(known, fresh)]
     return [pair for name, old in known.items() if name in fresh for pair in _pairs(old, fresh[name])]

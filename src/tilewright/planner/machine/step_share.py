@@ -35,7 +35,7 @@ class StepShare:
     date: str
 
     def __str__(self) -> str:
-        """In words.
+        """The share of its matmuls' rate that a step reached, in words.
 
         Example:
             >>> str(StepShare(175e9, 389e9, 0.02, "2026-11-27"))
@@ -51,7 +51,8 @@ BUSY = 0.1
 
 
 def known(key: str, cache_dir: str | Path | None = None) -> dict[str, StepShare]:
-    """Shares of the matmuls' rate by recipe and precision; none where none can be read, which is reported.
+    """Shares that steps reached of the matmuls' rate by recipe and precision; none where none can be read, which is
+    reported.
 
     Args:
         key: of the machine's `Ceilings`.

@@ -48,16 +48,17 @@ class Constraints:
     """Of each layer by its number, where layers differ in it; then the rest of this is about embedding and head."""
 
     def of(self, indices: Sequence[int]) -> "Constraints":
-        """Constraints on the choices for these layers, which do not differ; (-1,) is embedding or head."""
+        """The planner's constraints on the choices for these layers, which do not differ; (-1,) is embedding or
+        head."""
         return self.layers[indices[0]] if self.layers and indices[0] >= 0 else self
 
     def tiers(self, which: Literal["parameters", "states"], there: Iterable[Tier]) -> list[Tier]:
-        """The allowed tiers among those that there are. One that is fixed is there."""
+        """The tiers that constraints allow among those that there are. One that is fixed is there."""
         fixed = self.parameters if which == "parameters" else self.states
         return list(there) if fixed is None else [fixed]
 
     def kinds(self, there: Iterable[tuple[Activations, Tier]]) -> list[tuple[Activations, Tier]]:
-        """The allowed ways to treat activations, each with the tier in which the layer's input waits."""
+        """The ways to treat activations that constraints allow, each with the tier in which the layer's input waits."""
         return [
             (kind, tier)
             for kind, tier in there
@@ -65,7 +66,8 @@ class Constraints:
         ]
 
     def chunkings(self, tiled: bool, blocked: bool) -> list[tuple[int, int]]:
-        """(MLP tiles, attention rows) to try; `tiled`, `blocked`: whether the layer can be cut so."""
+        """The (MLP tiles, attention rows) that constraints allow to try; `tiled`, `blocked`: whether the layer can be
+        cut so."""
         tiles = ((1, *SLICES) if tiled else (1,)) if self.mlp_chunks is None else (self.mlp_chunks,)
         blocks = ((0, BLOCK_ROWS) if blocked else (0,)) if self.attention_block is None else (self.attention_block,)
         return [(one, other) for one in tiles for other in blocks]
@@ -77,15 +79,15 @@ KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 
 
 def fuses(compiled: bool, machine: Machine) -> bool:
-    """True if compiled layers may round in other places than eager ones. On a CPU they do not where torch can be told
-    so (`ops.base.compile.rounds_as_eager`, held by a test); on a GPU it is not known yet."""
+    """Constraint on compiling: true if compiled layers may round in other places than eager ones. On a CPU they do not
+    where torch can be told so (`ops.base.compile.rounds_as_eager`, held by a test); on a GPU it is not known yet."""
     return compiled and (machine.device != "cpu" or not rounds_as_eager())
 
 
 def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:
-    """Other things that a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and
-    where the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit matmuls, and none of
-    `SELECTED`.
+    """Constraint of equal bits: other things that a layer may keep without a change of a bit: not where it is
+    recomputed from rounded inputs, and where the compiler fuses what it finds into other roundings (`fuses`) no other
+    kind with 8-bit matmuls, and none of `SELECTED`.
 
     Example:
         >>> sorted(same_bits(Recipe(), True, "keep"))

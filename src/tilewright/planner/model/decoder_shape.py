@@ -149,11 +149,11 @@ class _Decoder:
 
     @property
     def chosen(self) -> float:
-        """Experts that a token goes through on this rank: ranks of `tp` have other tokens there."""
+        """Experts of our decoder that a token goes through on this rank: ranks of `tp` have other tokens there."""
         return self.config.num_experts_per_token / self.recipe.parallel.tp
 
     def layer(self, place: int, weights: Weights, masked: bool) -> LayerClass:
-        """The class of a layer. `masked`: attention keeps a mask of all pairs of positions."""
+        """The class of a layer of our decoder. `masked`: attention keeps a mask of all pairs of positions."""
         config, policy, seq_len = self.config, self.policy, self.seq_len
         indices = self.skeleton.indices[place]
         index, moe = indices[0], bool(self.skeleton.layers[place].is_moe)
@@ -219,12 +219,12 @@ class _Decoder:
         )
 
     def _routed(self) -> RoutedRows:
-        """Rows of experts: in what matmuls read, both ways."""
+        """Rows of experts of our decoder: in what matmuls read, both ways."""
         size = BYTES[self.policy.matmul]
         return RoutedRows(self.chosen * self.seq_len * self.config.dim, size, size)
 
     def _kept(self, layer: int, mode: ActivationCheckpoint, storage: Storage) -> Line:
-        """Bytes that a layer keeps."""
+        """Bytes that a layer of our decoder keeps."""
         stored, sizes, config = BYTES[self.policy.storage], [], self.config
         without = replace(config, num_experts_per_token=0)
         share = self.chosen / config.num_experts_per_token
@@ -250,7 +250,8 @@ class _Decoder:
         return of_each * tokens + self.formulas.tile_bytes(config, layer, mode, storage, tokens)
 
     def _dropped(self, prefix: str, share_of_tokens: float) -> Line:
-        """The bytes that dropout of adapters' inputs keeps: their numbers that are left, and which these are."""
+        """The bytes that dropout of adapters' inputs in our decoder keeps: their numbers that are left, and which these
+        are."""
         if not self.recipe.lora.dropout:
             return Line(0, 0)
         layers = adapted_layers(self.skeleton.model).items()
@@ -259,13 +260,14 @@ class _Decoder:
         return Line(0, self.seq_len * sum(inputs) * (BYTES[self.policy.matmul] + 1))
 
     def _mlp_share(self, layer: int, storage: Storage) -> float:
-        """The token-wise part's share of what a layer keeps, found by making that part almost nothing."""
+        """The token-wise part's share of what a layer of our decoder keeps, found by making that part almost
+        nothing."""
         thin = replace(self.config, ffn_dim=1, expert_dim=1 if self.config.num_experts else 0)
         whole, rest = (self.formulas.layer_bytes(config, layer, "none", storage) for config in (self.config, thin))
         return max(0.0, 1 - rest / whole)
 
     def _work(self, kept: Line) -> float:
-        """Backward's need as a share of what a layer keeps; on a CPU as measured."""
+        """Backward's need in our decoder as a share of what a layer keeps; on a CPU as measured."""
         if self.machine.device == "cpu":
             return self.pages.work
         if self.config.num_experts or self.policy.is_fp8:
@@ -277,7 +279,7 @@ class _Decoder:
 def storage_in(
     policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool, inputs: CheckpointInputs, spread: bool
 ) -> Storage:
-    """The dtypes in which a layer's activations are kept.
+    """The dtypes in which activations of a layer of our decoder are kept.
 
     Args:
         policy: in one mode.

@@ -40,12 +40,13 @@ class LinearGemm:
 
     @property
     def num_weights(self) -> int:
-        """Elements of the weight."""
+        """Elements of the weight of a linear layer's GEMM."""
         return self.num_in * self.num_out
 
     @property
     def code_bytes(self) -> int:
-        """Bytes kept of the quantised weight between passes; 0 without 8-bit GEMMs, and on a GPU (`weight_store`)."""
+        """Bytes kept of a GEMM's quantised weight between passes; 0 without 8-bit GEMMs, and on a GPU
+        (`weight_store`)."""
         if self.coded or self.gemms.operands is None:
             return 0
         return store_bytes((self.num_out, self.num_in), self.gemms.operands.weight)
@@ -54,7 +55,7 @@ class LinearGemm:
 def matmuls_of(
     model: nn.Module, decided: ConversionPlan, shares: Mapping[str, float] | float = 1.0
 ) -> tuple[LinearGemm, ...]:
-    """The matmuls of a model: linear layers and the router, in the model's order, with their formats.
+    """The GEMMs of a model: linear layers and the router, in the model's order, with their formats.
 
     Args:
         model: on the meta device.
@@ -83,13 +84,13 @@ def matmuls_of(
 
 
 def fp8_unit(machine: Machine, form: GemmFormat) -> bool:
-    """True if matrix units multiply operands of this format as they are: with scales that kernels know."""
+    """True if matrix units run GEMMs of operands of this format as they are: with scales that kernels know."""
     known = form.operands is not None and form.operands.input.is_fp8
     return known and machine.capability is not None and machine.capability >= (8, 9)
 
 
 def multiplied_in(form: GemmFormat, units: Collection[str]) -> str:
-    """The format in which a matmul runs, of those that a machine has rates of: that of decoded operands where no unit
+    """The format in which a GEMM runs, of those that a machine has rates of: that of decoded operands where no unit
     takes them as they are."""
     if form.operands is None:
         return form.name
@@ -100,20 +101,20 @@ def multiplied_in(form: GemmFormat, units: Collection[str]) -> str:
 
 
 def keeps_qdata(machine: Machine, recipe: Recipe) -> bool:
-    """True if codes of weights are kept from step to step: on a CPU, and not of sharded ones, which each pass gathers
+    """True if GEMMs keep codes of weights from step to step: on a CPU, and not of sharded ones, which each pass gathers
     and quantises."""
     return machine.device == "cpu" and recipe.parallel.dp_shard <= 1 and recipe.parallel.tp == 1
 
 
 def held_qdata(matmuls: Sequence[LinearGemm], kept: bool) -> int:
-    """Bytes kept of quantised weights, and of what says their formats; nothing where each pass makes them."""
+    """Bytes kept of weights quantised for GEMMs, and of what says their formats; nothing where each pass makes them."""
     if not kept:
         return 0
     return sum(matmul.code_bytes + SWITCH_BYTES for matmul in matmuls if matmul.gemms.any_scaled)
 
 
 def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
-    """Bytes of the operands of the busiest 8-bit matmul: both copies of codes, and as decoded where no unit multiplies
+    """Bytes of the operands of the busiest 8-bit GEMM: both copies of codes, and as decoded where no unit multiplies
     them."""
     needs = (
         (2 if all(fp8_unit(machine, form) for form in matmul.gemms.formats if form.scaled) else 4)
@@ -125,5 +126,5 @@ def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine)
 
 
 def uncast(matmuls: Iterable[LinearGemm]) -> int:
-    """Weights that no pass casts to 16 bits: all three of their matmuls read codes."""
+    """Weights that no pass casts to 16 bits: all three of their GEMMs read codes."""
     return sum(matmul.num_weights for matmul in matmuls if matmul.gemms.all_scaled)

@@ -38,8 +38,8 @@ Gemms = Mapping[GemmKind, tuple[int, float]]
 def trace_twice(
     skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine, calls: ModelCalls
 ) -> tuple[Trace, Trace] | str:
-    """Traces of one row and of two, of which FLOPs are read of one row alone; why there are none. `calls`: of the
-    model, in any mode.
+    """Trace a Hugging Face model with one row and with two; FLOPs are read of one row alone; why there are no traces.
+    `calls`: of the model, in any mode.
 
     What quantisation moves is priced apart (`model_shape.Coding`): with 8-bit matmuls all that is moved, and called, is
     that of the same model in BF16.
@@ -59,7 +59,7 @@ def trace_twice(
 
 
 def _moving_as(found: Trace, plain: Trace) -> Trace:
-    """A trace with what another one moves."""
+    """A trace of a Hugging Face model with what another one moves."""
     layers = replace(found.layers, traffic=plain.layers.traffic)
     return replace(found, layers=layers, moved=plain.moved, fresh=plain.fresh, operations=plain.operations)
 
@@ -152,11 +152,11 @@ class _Found:
         self.matmuls = matmuls_of(skeleton.model, skeleton.decided(policy), shares)
 
     def through(self, name: str) -> Line:
-        """A number of the whole trace."""
+        """A number of the whole trace of a Hugging Face model."""
         return Line.through(*(getattr(trace, name) for trace in self.traced))
 
     def layer(self, place: int, weights: Weights) -> LayerClass:
-        """The class of a layer."""
+        """The class of a layer of a Hugging Face model."""
         one, two = (trace.layers.memory[place] for trace in self.traced)
         flops = self.traced[0].layers.flops[place]
         prefix = f"{self.skeleton.names[place]}."
@@ -200,7 +200,7 @@ class _Found:
         )
 
     def rest(self) -> LayerClass:
-        """The parts of the skeleton outside of its layers."""
+        """The parts of a Hugging Face model's skeleton outside of its layers."""
         one = self.traced[0]
         inside = tuple(f"{name}." for name in self.skeleton.names)
         matmuls = tuple(p for p in self.matmuls if not p.fqn.startswith(inside))
@@ -229,31 +229,33 @@ class _Found:
 
     @property
     def skeleton_width(self) -> int:
-        """Features that a plain head reads."""
+        """Features that a plain head of a Hugging Face model reads."""
         return self.skeleton.model.head.in_features
 
     def _operands(self, matmuls: Sequence[LinearGemm]) -> Line:
         return Line.through(*(operand_work(matmuls, rows * self.seq_len, self.machine) for rows in (1, 2)))
 
     def _walked(self, one: TracedTraffic, two: TracedTraffic) -> Line:
-        """The bytes that loops of a layer move; compiled ones make fewer passes, into memory that is there."""
+        """The bytes that loops of a Hugging Face layer move; compiled ones make fewer passes, into memory that is
+        there."""
         if self.compiled:
             return Line.through(one.moved, two.moved).times(element_passes(True) / element_passes(False))
         return Line.through(*(walked(self.machine, layer.moved, layer.fresh) for layer in (one, two)))
 
 
 def _rest(trace: Trace, layers: Sequence[object], name: str) -> float:
-    """Of a number of a trace what its layers have no part in."""
+    """Of a number of a Hugging Face model's trace what its layers have no part in."""
     return max(0.0, getattr(trace, name) - sum(getattr(layer, name) for layer in layers))
 
 
 def _rest_moved(trace: Trace) -> tuple[float, float]:
-    """The same of bytes moved, and of those written into new memory."""
+    """Of bytes moved in a Hugging Face model's trace, and of those written into new memory, what its layers have no
+    part in."""
     return _rest(trace, trace.layers.traffic, "moved"), _rest(trace, trace.layers.traffic, "fresh")
 
 
 def _named(gemms: Gemms, layer: str) -> Gemms:
-    """Matmuls of a layer by the names of linear layers in the model."""
+    """Matmuls of a Hugging Face layer by the names of linear layers in the model."""
     return {_full(kind, layer): found for kind, found in gemms.items()}
 
 
@@ -262,7 +264,7 @@ def _full(kind: GemmKind, layer: str) -> GemmKind:
 
 
 def _without(whole: Gemms, parts: Sequence[Gemms]) -> Gemms:
-    """Matmuls of the whole that are in no part."""
+    """Matmuls of a whole Hugging Face model that are in no part."""
     found = {}
     for kind, (calls, flops) in whole.items():
         of_parts = [part.get(kind, (0, 0.0)) for part in parts]
@@ -273,6 +275,6 @@ def _without(whole: Gemms, parts: Sequence[Gemms]) -> Gemms:
 
 
 def _beside(gemms: Gemms, matmuls: Sequence[LinearGemm]) -> Gemms:
-    """Matmuls that are no linear layer's."""
+    """Matmuls of a Hugging Face model that are no linear layer's."""
     names = {matmul.fqn for matmul in matmuls}
     return {kind: found for kind, found in gemms.items() if kind.module not in names}

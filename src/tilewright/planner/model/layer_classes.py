@@ -33,8 +33,8 @@ EACH_BYTES = 3 * FP32 + 1
 
 
 def teacher_weights(skeleton: Skeleton, pp: int = 1) -> float:
-    """Bytes of all weights and buffers of a frozen model in FP32, from its skeleton; of so many ranks in a row a bound
-    for the one that has most: the largest layers, and both ends."""
+    """The teacher's bytes: all weights and buffers of a frozen model in FP32, from its skeleton; of so many ranks in a
+    row a bound for the one that has most: the largest layers, and both ends."""
     size = sum(tensor.nbytes for tensor in (*skeleton.model.parameters(), *skeleton.model.buffers()))
     layers: list[int] = []
     for layer, indices in zip(skeleton.layers, skeleton.indices, strict=True):
@@ -72,12 +72,12 @@ class ShapeFinder:
         self._teachers: dict[object, TeacherShape] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Traces go to other processes; models, with their hooks, are made there."""
+        """State of a finder of layer classes for other processes: traces; models, with their hooks, are made there."""
         return vars(self) | {"_skeletons": {}}
 
     def find(self, recipe: Recipe) -> ModelShape:
-        """The shape of a recipe's model: seconds of the precision mode that it ends in, and bytes of the widest mode
-        that it passes through; with its teacher.
+        """The layer classes of a recipe's model, as its shape: seconds of the precision mode that it ends in, and bytes
+        of the widest mode that it passes through; with its teacher.
 
         Raises:
             ConfigError: the model or its teacher cannot be built, or cannot do what the recipe says.
@@ -93,7 +93,7 @@ class ShapeFinder:
         return self._taught(found, recipe) if recipe.distill.teacher else found
 
     def _taught(self, found: ModelShape, recipe: Recipe) -> ModelShape:
-        """The shape of a model that learns from a teacher."""
+        """The layer classes of a model that learns from a teacher, as its shape."""
         name, pp, kept = recipe.distill.teacher, recipe.parallel.pp, all_rows_are_kept(recipe)
         key = (
             recipe.distill.model_dump_json(),
@@ -130,7 +130,8 @@ class ShapeFinder:
         return replace(found, teacher=teacher, notes=notes)
 
     def _teacher(self, recipe: Recipe, *, bf16: bool) -> TeacherShape:
-        """The recipe's teacher, which computes in BF16 where the student does, else in FP32."""
+        """The recipe of the teacher, for its layer classes: it computes in BF16 where the student does, else in
+        FP32."""
         found, device = find_teacher(recipe.distill.teacher), self.machine.device
         own = () if found.run is None else in_fp32(Policy.from_section(found.run.precision, device)).rules
         policy = Policy("bf16_mixed" if bf16 else "fp32", own, device_type=device)
@@ -167,13 +168,13 @@ class ShapeFinder:
 
 
 def _cuts(recipe: Recipe) -> tuple[int, int]:
-    """The numbers that decide the shapes of the parts of matrices that a rank has."""
+    """The numbers that decide the shapes of the parts of matrices that a rank has, for its layer classes."""
     parallel = recipe.parallel
     return parallel.tp, parallel.dp_shard if parallel.tp > 1 else 1
 
 
 def _with_pairs(teacher: TeacherShape, section: DistillSection, dim: int, stream_bytes: int) -> TeacherShape:
-    """With what pairs of layers take (`models.distill.hidden`) beside a student of this width."""
+    """Layer classes with what pairs of layers take (`models.distill.hidden`) beside a student of this width."""
     pairs, width = len(pairs_of(section)), teacher.model.dim
     learned = pairs * (section.hidden_projection == "learned")
     # The stream is there for the next layer; of attention nothing but a projection reads what it gave out.

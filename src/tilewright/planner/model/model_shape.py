@@ -35,16 +35,16 @@ class Line:
         return Line(self.fixed + more.fixed, self.per_row + more.per_row)
 
     def times(self, factor: float) -> "Line":
-        """This quantity of rows, multiplied."""
+        """A quantity of a model's shape per row, multiplied."""
         return Line(factor * self.fixed, factor * self.per_row)
 
     def covering(self, other: "Line") -> "Line":
-        """The larger of the two at any number of rows."""
+        """The larger of two quantities of a model's shape at any number of rows."""
         return replace(self, other=other)
 
     @classmethod
     def through(cls, one: float, two: float) -> "Line":
-        """The line through the values at one and at two rows."""
+        """A quantity of a model's shape as the line through its values at one and at two rows."""
         return cls(max(0.0, 2 * one - two), min(two - one, one))
 
 
@@ -58,8 +58,8 @@ class Coding:
 
     @classmethod
     def of(cls, matmuls: Sequence[LinearGemm], seq_len: int, machine: Machine, kept: bool) -> "Coding":
-        """Bytes of coding of a layer with these matmuls, for rows of `seq_len` tokens. `kept`: codes of weights are,
-        between steps."""
+        """A model's shape: bytes of coding of a layer with these matmuls, for rows of `seq_len` tokens. `kept`: codes
+        of weights are, between steps."""
         one, two = (OperandBytes.of(matmuls, rows * seq_len, machine, kept) for rows in (1, 2))
         return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
 
@@ -121,22 +121,22 @@ class LayerClass:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of one layer's weights."""
+        """Elements of the weights of one layer of a class of the model's shape."""
         return self.weights.count
 
     @property
     def count(self) -> int:
-        """Number of layers of the class."""
+        """Number of layers of a class of the model's shape."""
         return len(self.indices)
 
     def covering(self, other: "LayerClass") -> "LayerClass":
-        """This class with the bytes of another precision mode where that takes more."""
+        """This class of layers with the bytes of another precision mode where that takes more."""
         lines = {name: getattr(self, name).covering(getattr(other, name)) for name in _BYTES}
         return replace(self, **lines, mask=max(self.mask, other.mask), buffers=max(self.buffers, other.buffers))
 
 
 def distinct(classes: Iterable[LayerClass]) -> tuple[LayerClass, ...]:
-    """These classes with a name each: classes that share a name get their place behind it.
+    """The layer classes of a model's shape with a name each: those that share a name get their place behind it.
 
     Example:
         >>> names = ("dense", "experts", "dense")
@@ -222,16 +222,16 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """The number of all parameters of the model."""
+        """The number of all parameters of the model's shape."""
         return self.weights.count
 
     @property
     def foreign(self) -> bool:
-        """True if the model's layers are not ours, and run operation by operation."""
+        """True if the layers of the model's shape are not ours, and run operation by operation."""
         return any(found.operations for found in (*self.classes, self.rest))
 
     def known(self) -> "ModelShape":
-        """The shape itself, of which all is known.
+        """The model's shape itself, of which all is known.
 
         Raises:
             UnknownFitError: it is not.
@@ -248,7 +248,7 @@ class ModelShape:
         )
 
     def covering(self, other: "ModelShape") -> "ModelShape":
-        """This shape with the bytes of another precision mode where that takes more; seconds stay."""
+        """This model's shape with the bytes of another precision mode where that takes more; seconds stay."""
         return replace(
             self,
             classes=tuple(mine.covering(theirs) for mine, theirs in zip(self.classes, other.classes, strict=True)),
@@ -264,13 +264,13 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """The number of all layers."""
+        """The number of all layers of the model's shape."""
         return sum(found.count for found in self.classes)
 
     @property
     def layer_costs(self) -> tuple[int, ...]:
-        """FLOPs of a row in each layer, forward: what layers are dealt out to stages by. Linear attention counts with
-        the time that it takes; 0 in all layers where nothing is known."""
+        """A model's shape: FLOPs of a row in each layer, forward: what layers are dealt out to stages by. Linear
+        attention counts with the time that it takes; 0 in all layers where nothing is known."""
         share = 1.0 if self.attention_share is None else self.attention_share
         found = {
             layer: round(one.matmul_flops + share * one.attention_flops)
@@ -281,12 +281,12 @@ class ModelShape:
 
     @property
     def end_costs(self) -> tuple[int, int]:
-        """FLOPs of a row, forward, in the embedding, which multiplies nothing, and in the head."""
+        """A model's shape: FLOPs of a row, forward, in the embedding, which multiplies nothing, and in the head."""
         head = 2.0 * self.seq_len * self.dim * self.vocab_size if self.plain_head else 0.0
         return 0, round(self.rest.matmul_flops + head)
 
     def resized(self, num_layers: int) -> "ModelShape":
-        """This shape with another number of layers, the most frequent class taking the difference."""
+        """This model's shape with another number of layers, the most frequent class taking the difference."""
         if num_layers == self.num_layers:
             return self
         most = max(self.classes, key=lambda found: found.count)
@@ -297,7 +297,7 @@ class ModelShape:
         return replace(self, classes=classes)
 
     def holding(self, layers: Collection[int]) -> "ModelShape":
-        """This shape with some of its layers, numbered from 0 in their order."""
+        """This model's shape with some of its layers, numbered from 0 in their order."""
         places = {layer: place for place, layer in enumerate(sorted(layers))}
         held = [
             replace(found, indices=tuple(places[index] for index in sorted(found.indices) if index in places))
@@ -306,7 +306,7 @@ class ModelShape:
         return replace(self, classes=tuple(found for found in held if found.indices))
 
     def split(self, fixed: Constraints) -> "ModelShape":
-        """This shape with a separate class for layers of one structure that differ in what is fixed."""
+        """This model's shape with a separate class for layers of one structure that differ in what is fixed."""
         classes: list[LayerClass] = []
         for found in self.classes:
             parts: dict[Constraints, list[int]] = {}
@@ -318,7 +318,7 @@ class ModelShape:
         return replace(self, classes=tuple(classes))
 
     def class_of(self, layer: int) -> LayerClass:
-        """The class of one layer of the model, by its number."""
+        """The class of one layer of the model's shape, by its number."""
         return next(found for found in self.classes if layer in found.indices)
 
 
@@ -346,12 +346,12 @@ class TeacherShape:
 
 
 def largest_weight(sizes: Iterable[int], machine: Machine) -> int:
-    """Elements of the largest weight on a GPU."""
+    """Elements of the largest weight of a model's shape on a GPU."""
     return 0 if machine.device == "cpu" else max(sizes, default=0)
 
 
 def rule_notes(recipe: Recipe) -> tuple[str, ...]:
-    """Notes on the recipe's precision rules that a plan by classes does not see."""
+    """Notes on the recipe's precision rules that a plan by the model's layer classes does not see."""
     single = [rule.match for rule in recipe.precision.rules if re.search(r"layers?\.\d", rule.match)]
     if not single:
         return ()

@@ -31,8 +31,8 @@ class OperandBytes:
 
     @classmethod
     def of(cls, matmuls: Iterable[LinearGemm], tokens: float, machine: Machine, kept: bool) -> "OperandBytes":
-        """The bytes of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used. `kept`: codes
-        of weights are, from step to step."""
+        """Bytes of 8-bit operands of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used.
+        `kept`: codes of weights are, from step to step."""
         forward = backward = qdata = 0.0
         seen = set[tuple[str, int]]()
         for matmul in matmuls:

@@ -45,16 +45,17 @@ class Matrices:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of all matrices."""
+        """Elements of all matrices among a part's weights."""
         return sum(count * prod(shape) for shape, count in self.shapes.items())
 
     @cached_property
     def blocks(self) -> int:
-        """Scales of a momentum in 8 bits."""
+        """Scales of a momentum in 8 bits of a part's matrices."""
         return sum(count * prod(scale_shape(shape)) for shape, count in self.shapes.items())
 
     def newton_schulz_s(self, matmul_s: Callable[[float, float], float]) -> float:
-        """Seconds of one update's iterations, of `matmul_s(width, FLOPs)` for one GEMM.
+        """Seconds of the Newton-Schulz iterations of one update of a part's matrices, of `matmul_s(width, FLOPs)` for
+        one GEMM.
 
         Each iteration multiplies [S, L] by its transpose, [S, S] by itself, and [S, S] by [S, L].
         """
@@ -66,7 +67,8 @@ class Matrices:
         return total
 
     def update_bytes(self, moments: str, master: str, shards: int = 1, multiplied: int = _NARROW) -> float:
-        """Most bytes that an update of one of them takes beyond weights, gradient and states (`optim.muon_update`).
+        """Most bytes that a Muon update of one of a part's matrices takes beyond weights, gradient and states
+        (`optim.muon_update`).
 
         In turn: the next momentum in FP32 and in BF16; two matrices and two products [S, S], of `multiplied` bytes an
         element; the direction in BF16 and FP32. With all of it, what is to be stored where that is rounded.
@@ -88,7 +90,7 @@ class Matrices:
 
 
 def part_shape(shape: tuple[int, ...], shards: int, rank: int = 0) -> tuple[int, ...]:
-    """Shape of a rank's part of a tensor; the first rank's is the largest.
+    """Shape of the part of a weight that a rank has; the first rank's is the largest.
 
     Example:
         >>> [part_shape((5, 8), 4, rank) for rank in range(4)]
@@ -123,17 +125,17 @@ class TensorKind(NamedTuple):
     """Ranks send its parts as codes of one byte, with a scale per 128x128 (`parallel.param_gather`)."""
 
     def on_rank(self, shards: int) -> tuple[int, int]:
-        """The number of parts that a tensor is in, and the number of ranks of which this one holds their share."""
+        """The number of parts that a weight is in, and the number of ranks of which this one holds their share."""
         ranks = shards * self.times
         spread = self.spread if ranks % self.spread == 0 else 1
         return ranks // spread, spread
 
     def held(self, count: int, shards: int) -> int:
-        """How many of `count` such tensors this rank has, or parts of."""
+        """How many of `count` such weights this rank has, or parts of."""
         return count // self.on_rank(shards)[1] + self.copies(count, shards)
 
     def copies(self, count: int, shards: int) -> int:
-        """The number of redundant tensors among those that this rank has."""
+        """The number of redundant weights among those that this rank has."""
         return int(count * self.redundant) if self.on_rank(shards)[1] > 1 else 0
 
 
@@ -151,29 +153,29 @@ class Tensors:
         return Tensors({kind: number * count for kind, count in self.kinds.items()})
 
     def gathered(self, shards: int, *, wide: bool = False) -> int:
-        """Bytes of the parameters put together from the parts of all ranks, each part as long as the first; `wide`: as
-        they are stored, else as layers read them."""
+        """Bytes of weights put together from the parts of all ranks, each part as long as the first; `wide`: as they
+        are stored, else as layers read them."""
         return self._padded(shards, lambda kind: (kind.size if wide else kind.gathered) if kind.is_parameter else 0)
 
     def travels(self, shards: int) -> int:
-        """Bytes of the same as ranks send them to each other."""
+        """Bytes of gathered weights as ranks send them to each other."""
         return self._padded(
             shards, lambda kind: (1 if kind.coded and shards > 1 else kind.gathered) if kind.is_parameter else 0
         )
 
     def gradients(self, shards: int) -> int:
-        """Bytes of the FP32 gradients of parameters put together from all ranks' parts."""
+        """Bytes of the FP32 gradients of weights put together from all ranks' parts."""
         return self._padded(shards, lambda kind: _WIDE if kind.trained else 0)
 
     def copied(self, shards: int) -> int:
-        """Bytes of the FP32 gradients that a rank sends to those that hold the same experts: two ranks hold each
-        redundant one."""
+        """Bytes of the FP32 gradients of weights that a rank sends to those that hold the same experts: two ranks hold
+        each redundant one."""
         found = ((kind, kind.copies(count, shards)) for kind, count in self.kinds.items() if kind.trained)
         parts = ((part_shape(kind.shape, kind.on_rank(shards)[0]), count) for kind, count in found)
         return 2 * _WIDE * sum(prod(shape) * count for shape, count in parts)
 
     def cut(self, shards: int) -> "Tensors":
-        """The tensors that are in several parts: experts that one rank alone has are not put together."""
+        """The weights that are in several parts: experts that one rank alone has are not put together."""
         return Tensors({kind: count for kind, count in self.kinds.items() if kind.on_rank(shards)[0] > 1})
 
     def cast(self, shards: int) -> int:
@@ -187,7 +189,7 @@ class Tensors:
         return sum(prod(kind.shape) * kind.gathered * count for kind, count in alone)
 
     def whole_gradients(self, shards: int) -> int:
-        """Bytes of the FP32 gradients of what a rank computes with, as backward makes them."""
+        """Bytes of the FP32 gradients of the weights that a rank computes with, as backward makes them."""
         found = ((prod(kind.shape), kind.held(count, shards), kind.trained) for kind, count in self.kinds.items())
         return _WIDE * sum(number * count for number, count, trained in found if trained)
 
@@ -238,7 +240,7 @@ class Weights:
 
     @classmethod
     def of_kind(cls, kind: TensorKind) -> "Weights":
-        """One tensor of a kind."""
+        """The weights of one tensor of a kind."""
         number, narrow = prod(kind.shape), kind.size == 2 and kind.is_parameter
         return cls(
             count=number,

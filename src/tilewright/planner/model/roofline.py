@@ -62,25 +62,26 @@ BOUND_BY = {
 
 
 def backward_passes(recipe: Recipe) -> int:
-    """Backward passes of a layer-major step: two where clipping by the exact norm comes before the first update."""
+    """Roofline: backward passes of a layer-major step: two where clipping by the exact norm comes before the first
+    update."""
     return 2 if recipe.optim.clip == "two_pass" and recipe.optim.clip_norm > 0 else 1
 
 
 def expert_rows(machine: Machine) -> float:
-    """Rows that an expert of our decoder multiplies over rows that it was given: a CPU fills them up to a multiple of a
-    quarter of the mean (`models.decoder.moe`), by half of that on average."""
+    """Roofline: rows that an expert of our decoder multiplies over rows that it was given: a CPU fills them up to a
+    multiple of a quarter of the mean (`models.decoder.moe`), by half of that on average."""
     return 1.125 if machine.device == "cpu" else 1.0
 
 
 def calls_s(num_experts: int, rates: Ceilings) -> float:
-    """Seconds to enter the compiled pieces of a layer, forward and backward: one, or its experts and what lies between
-    them."""
+    """Roofline: seconds to enter the compiled pieces of a layer, forward and backward: one, or its experts and what
+    lies between them."""
     pieces = num_experts + _PIECES_BESIDE_EXPERTS if num_experts else 1
     return pieces * _CALLS_A_PIECE * rates.call_s()
 
 
 def element_passes(fused: bool) -> float:
-    """Passes of element-wise work, forward and backward, over what a layer of our decoder keeps for backward.
+    """Roofline: passes of element-wise work, forward and backward, over what a layer of our decoder keeps for backward.
 
     Args:
         fused: it is compiled into loops.
@@ -89,13 +90,13 @@ def element_passes(fused: bool) -> float:
 
 
 def walked(machine: Machine, moved: float, fresh: float) -> float:
-    """Bytes that take as long as `moved` ones of which `fresh` are written into new memory."""
+    """Roofline of loops: bytes that take as long as `moved` ones of which `fresh` are written into new memory."""
     return moved + (FRESH_PASSES * fresh if machine.device == "cpu" else 0.0)
 
 
 def remade_share(fused: bool, operand_bytes: float) -> float:
-    """How much longer backward takes, as a share of the time of forward's loops, where matmuls are kept and the rest is
-    made again.
+    """Roofline: how much longer backward takes, as a share of the time of forward's loops, where matmuls are kept and
+    the rest is made again.
 
     Compiled FP32 loops wait for memory, and making a result again costs no more than loading one that was kept: 0.1 to
     0.2 % of a layer at three widths on a CPU with AMX, where BF16 took what forward takes (rounding between operations
@@ -105,19 +106,20 @@ def remade_share(fused: bool, operand_bytes: float) -> float:
 
 
 def head_s(tokens: float, dim: int, vocab_size: int, fmt: str, rates: Ceilings) -> float:
-    """Seconds of the matmuls of the head, forward and backward."""
+    """Roofline seconds of the matmuls of the head, forward and backward."""
     return 6 * tokens * dim * vocab_size / rates.matmul_rate(fmt, (dim * vocab_size) ** 0.5)
 
 
 def loss_s(logits: float, compiled: bool, fmt: str, rates: Ceilings) -> float:
-    """Seconds of the loss of so many logits: eager as measured; compiled two exponentials and four passes over each."""
+    """Roofline seconds of the loss of so many logits: eager as measured; compiled two exponentials and four passes over
+    each."""
     if not compiled:
         return logits / rates.loss[fmt]
     return logits * (2 / rates.exp + 4 * BYTES[fmt] / rates.bandwidth)
 
 
 def binding(parts: Mapping[str, float]) -> tuple[str, str]:
-    """The ceiling that most of the step's time waits for, and the largest part under it."""
+    """The ceiling of the roofline that most of the step's time waits for, and the largest part under it."""
     by_ceiling: dict[str, float] = {}
     for name, seconds in parts.items():
         by_ceiling[BOUND_BY[name]] = by_ceiling.get(BOUND_BY[name], 0.0) + seconds

@@ -20,20 +20,20 @@ _FP32 = 4
 
 
 def rounding_moved(matmuls: Iterable[LinearGemm], seq_len: int, *, compiled: bool) -> Line:
-    """Bytes that a forward pass reads and writes to round."""
+    """Bytes that a forward pass reads and writes to round weights and inputs to integers."""
     weights, inputs = _elements(matmuls)
     each = FUSED_BYTES if compiled else EAGER_BYTES
     return Line(each * weights, each * inputs * seq_len)
 
 
 def rounding_kept(matmuls: Iterable[LinearGemm], seq_len: int, input_bytes: int) -> Line:
-    """Bytes kept for backward: rounded weights, and rounded inputs of `input_bytes` an element."""
+    """Bytes of rounding kept for backward: rounded weights, and rounded inputs of `input_bytes` an element."""
     weights, inputs = _elements(matmuls)
     return Line(_FP32 * weights, input_bytes * inputs * seq_len)
 
 
 def _elements(matmuls: Iterable[LinearGemm]) -> tuple[float, float]:
-    """Weights, and inputs of one token, that are rounded."""
+    """Elements that are rounded: weights, and inputs of one token."""
     rounded = [matmul for matmul in matmuls if matmul.integers]
     inputs = [m.num_in * m.share for m in rounded if COMPUTE_FORMATS[m.integers].rounds_inputs]
     return float(sum(matmul.num_weights for matmul in rounded)), float(sum(inputs))

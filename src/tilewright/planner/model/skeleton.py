@@ -44,7 +44,7 @@ class Skeleton:
     _decided: dict[Policy, ConversionPlan] = field(default_factory=dict, repr=False, compare=False)
 
     def decided(self, policy: Policy) -> ConversionPlan:
-        """Formats of the model's parts under a policy that names its device: decided once, for the model stays."""
+        """Formats of the skeleton's parts under a policy that names its device: decided once, for the model stays."""
         if policy not in self._decided:
             self._decided[policy] = decide_all(self.model, policy)
         return self._decided[policy]
@@ -60,7 +60,7 @@ class Skeleton:
         return [self.model.get_submodule(name) for name in self.names]
 
     def class_name(self, *, experts: bool = False) -> str:
-        """The name of the class of a layer."""
+        """The name of the class of a layer of the skeleton."""
         return "layer" if len(self.names) == 1 else "experts" if experts else "dense"
 
     def outside(self) -> Iterator[nn.Module]:
@@ -71,7 +71,8 @@ class Skeleton:
                 yield module
 
     def gathered_narrow(self, policy: Policy, kernels: Kernels) -> Collection[nn.Module]:
-        """Linear layers whose weights ranks would gather in 16 bits; see `precision.assign.gathered`."""
+        """Linear layers of the skeleton whose weights ranks would gather in 16 bits; see
+        `precision.assign.gathered`."""
         if not getattr(self.model, "uses_every_parameter", False):
             return ()
         found = narrow_weights(self.decided(policy).sites, kernels.machine.device, kernels)
@@ -79,7 +80,7 @@ class Skeleton:
         return found.keys() & inside
 
     def gathered_coded(self, policy: Policy, parallel: ParallelSection) -> Collection[nn.Module]:
-        """Linear layers whose weights ranks send as codes; see `parallel.communicate.coded`."""
+        """Linear layers of the skeleton whose weights ranks send as codes; see `parallel.communicate.coded`."""
         if parallel.param_gather != "fp8":
             return ()
         return coded_weights(self.decided(policy).sites, power_of_two=policy.power_of_two)
@@ -93,9 +94,9 @@ class Skeleton:
         coded: Collection[nn.Module] = (),
         redundant: int = 0,
     ) -> tuple[Weights, list[Weights], Weights]:
-        """Weights of what is before the layers, of each of the layers, and of what is behind them; tied ones count
-        where they come first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that hold other
-        experts, and `redundant` ones besides, `tp`: other parts of matrices."""
+        """The skeleton's weights: of what is before the layers, of each of the layers, and of what is behind them; tied
+        ones count where they come first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that
+        hold other experts, and `redundant` ones besides, `tp`: other parts of matrices."""
         storage, seen = self.decided(policy).storage(), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
@@ -131,20 +132,20 @@ def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
 
 
 def _number(module: nn.Module) -> int:
-    """Of experts in a stack."""
+    """Number of experts in a stack of the skeleton."""
     assert isinstance(module.num_experts, int), "that is how it was found"
     return module.num_experts
 
 
 def check_checkpointing(skeleton: Skeleton, recipe: Recipe) -> None:
-    """Raise ConfigError where a model cannot keep what a recipe says that its layers keep."""
+    """Raise ConfigError where a model's skeleton cannot keep what a recipe says that its layers keep."""
     if recipe.memory.can.activation_checkpoint:
         skeleton.model.activation_checkpoint = recipe.train.activation_checkpoint
         skeleton.model.activation_checkpoint = "none"
 
 
 def _adapt(model: Any, lora: LoraSection, targets: Sequence[str]) -> Sequence[str]:
-    """Names of the layers that have adapters now."""
+    """Give the skeleton its adapters: names of the layers that have them now."""
     if not lora.rank:
         return ()
     more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
@@ -152,7 +153,8 @@ def _adapt(model: Any, lora: LoraSection, targets: Sequence[str]) -> Sequence[st
 
 
 def _short_decoder(recipe: Recipe, vocab_size: int) -> Skeleton:
-    """A decoder with one layer of each kind; where ranks hold parts of its matrices (`parallel.tp`), what one has."""
+    """The skeleton of our decoder: one layer of each kind; where ranks hold parts of its matrices (`parallel.tp`), what
+    one has."""
     section, parallel, lora = recipe.model, recipe.parallel, recipe.lora
     config, spec = decoder_config(section, vocab_size), spec_of(section.kind)
     if parallel.tp > 1:
@@ -178,8 +180,8 @@ def _short_decoder(recipe: Recipe, vocab_size: int) -> Skeleton:
 def _by_targets(
     model: Any, lora: LoraSection, indices: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
-    """Layers of one kind divided by which of their linear layers get adapters, and the names of these layers in a model
-    that has the first layer of each.
+    """Layers of a skeleton's kind divided by which of their linear layers get adapters, and the names of these layers
+    in a model that has the first layer of each.
 
     Args:
         model: with one layer of each kind, without adapters.
@@ -209,7 +211,7 @@ def _by_targets(
 
 
 def _names(model: Any) -> list[str]:
-    """Of a decoder's blocks."""
+    """Names of the blocks of a decoder's skeleton."""
     return [_name_of(model, block) for block in model.blocks]
 
 
@@ -218,7 +220,7 @@ def _name_of(model: Any, part: Any) -> str:
 
 
 def _check_counts(model: Any, numbers: Sequence[int]) -> None:
-    """Raise ConfigError where the formulas of an architecture are those of another one."""
+    """Raise ConfigError where the formulas of an architecture are those of another one than the skeleton's."""
     spec = spec_of(model.architecture)
     assert spec.formulas is not None
     for layer, block in zip(numbers, model.blocks, strict=True):
@@ -237,7 +239,7 @@ def _check_counts(model: Any, numbers: Sequence[int]) -> None:
 
 
 def _foreign_skeleton(model: Any) -> Skeleton:
-    """Sort the layers of a third-party model by structure and keep one of each."""
+    """The skeleton of a third-party model: sort its layers by structure and keep one of each."""
     stack = find_stack(model)
     if stack is not None:
         keep_layers(model, stack, stack.firsts)
@@ -247,7 +249,7 @@ def _foreign_skeleton(model: Any) -> Skeleton:
 
 
 def _embedding(model: Any, layers: Sequence[str]) -> str:
-    """Name of the module before the layers; empty where the model names none outside of them."""
+    """Name of the skeleton's module before the layers; empty where the model names none outside of them."""
     net: Any = model.net
     try:
         first = net.get_input_embeddings()

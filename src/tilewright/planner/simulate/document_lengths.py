@@ -23,7 +23,7 @@ class Lengths(Protocol):
     """Where lengths come from."""
 
     def draw(self, number: int, seed: int) -> np.ndarray:
-        """Draw lengths in tokens, int64 [N]; equal seeds, equal lengths."""
+        """Draw lengths of documents in tokens, int64 [N]; equal seeds, equal lengths."""
         ...
 
 
@@ -92,8 +92,8 @@ _NUMBERS = {"lognormal": "MEAN,SIGMA of the logarithm", "uniform": "LEAST,MOST",
 
 
 def lengths_from(text: str, most: int) -> Lengths:
-    """The lengths that `--lengths` names: `lognormal:6.6,1.1`, `uniform:64,4096`, `fixed:2048`, a file, or the folder
-    of a prepared dataset.
+    """The lengths of documents that `--lengths` names: `lognormal:6.6,1.1`, `uniform:64,4096`, `fixed:2048`, a file, or
+    the folder of a prepared dataset.
 
     Args:
         text: of the option.
@@ -146,7 +146,7 @@ def _usable(name: str, numbers: Sequence[float]) -> bool:
 
 
 def _listed(path: Path, most: int) -> ListedLengths:
-    """Whole numbers, one per line, or a list of JSON."""
+    """Lengths of documents from a file: whole numbers, one per line, or a list of JSON."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -164,7 +164,7 @@ def _listed(path: Path, most: int) -> ListedLengths:
 
 
 def _prepared(folder: Path, most: int) -> ListedLengths:
-    """Of the documents for training of a prepared dataset, which has a table of them."""
+    """Lengths of the documents for training of a prepared dataset, which has a table of them."""
     found = next((path for path in (folder / DOCUMENTS, folder / "tokens" / DOCUMENTS) if path.is_file()), None)
     if found is None:
         raise _no_lengths(folder, f"a folder without {DOCUMENTS}")

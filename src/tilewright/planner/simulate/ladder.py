@@ -29,27 +29,27 @@ class Rung:
 
     @property
     def idle(self) -> list[float]:
-        """Idle share of each step."""
+        """Idle share of each step on a rung of the ladder."""
         return [step.idle for step in self.steps]
 
     @property
     def seconds(self) -> float:
-        """Median over the steps."""
+        """Seconds of a step on a rung of the ladder, median over the steps."""
         return statistics.median(step.seconds for step in self.steps)
 
     @property
     def padding(self) -> float:
-        """Share of the computed work that is padding."""
+        """Share of the computed work that is padding, on a rung of the ladder."""
         work = [math.fsum(map(math.fsum, step.costs.passes.work)) for step in self.steps]
         return round(statistics.median(1 - self.case.rows * self.case.count / one for one in work), 9) + 0.0
 
     def causes(self) -> dict[str, float]:
-        """Idle share by cause, means over the steps: they add up to the mean idle share."""
+        """Idle share by cause on a rung of the ladder, means over the steps: they add up to the mean idle share."""
         found = [idle_by_cause(step) for step in self.steps]
         return {cause: statistics.fmean(one[cause] for one in found) for cause in CAUSES}
 
     def to_json(self) -> dict[str, object]:
-        """Numbers of all steps, for a result file."""
+        """A rung of the ladder for a result file: numbers of all steps."""
         if self.why_not:
             return {"name": self.name, "why_not": self.why_not}
         return {
@@ -68,7 +68,7 @@ class Rung:
 
 
 def ladder_cases(case: SimulatedCase) -> list[tuple[str, SimulatedCase]]:
-    """The levers, each with the case that has it and all before it. Schedules replace each other.
+    """The ladder's levers, each with the case that has it and all before it. Schedules replace each other.
 
     Args:
         case: with all that is not turned on: ranks, links, costs. Its schedule does not matter.
@@ -96,7 +96,7 @@ def ladder_cases(case: SimulatedCase) -> list[tuple[str, SimulatedCase]]:
 def climb(
     case: SimulatedCase, lengths: Lengths, seeds: Sequence[int], documents: int, tables: Tables | None = None
 ) -> list[Rung]:
-    """The ladder of a case.
+    """Climb the ladder of levers from a case.
 
     Args:
         case: as `ladder_cases` takes it.
@@ -169,7 +169,7 @@ def _rung(
 
 
 def _why_not(case: SimulatedCase) -> str:
-    """Why the schedule does not take the case, or nothing."""
+    """Why the schedule of a rung does not take the case, or nothing."""
     try:
         case.pipeline.check_count(case.count)
         case.splits()

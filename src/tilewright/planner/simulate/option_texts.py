@@ -26,7 +26,7 @@ _LONGEST = 1e9
 
 
 def seconds_of(text: str, option: str) -> float:
-    """Seconds from `100ms`, `5us`, `0.1s`, `15m`, `2.7h` or a plain number.
+    """Seconds from the text of an option: `100ms`, `5us`, `0.1s`, `15m`, `2.7h` or a plain number.
 
     Raises:
         ConfigError: no duration.
@@ -69,7 +69,7 @@ def failures_of(every: str, checkpoint: str, stall: str, recover: str) -> Failur
 
 
 def size_of(text: str, option: str) -> int:
-    """Bytes from `16MiB`.
+    """Bytes from the text of an option, such as `16MiB`.
 
     Raises:
         ConfigError: no size.
@@ -83,7 +83,7 @@ def size_of(text: str, option: str) -> int:
 
 
 def speeds_of(texts: Sequence[str], world: int) -> tuple[float, ...]:
-    """Speeds of all ranks from `13=0.8` or `8-15=0.8`; other ranks have 1.
+    """Speeds of all ranks from the text of an option, `13=0.8` or `8-15=0.8`; other ranks have 1.
 
     Raises:
         ConfigError: no such rank, one that is named twice, or a speed that is not above zero.
@@ -112,7 +112,7 @@ def speeds_of(texts: Sequence[str], world: int) -> tuple[float, ...]:
 
 
 def network_of(texts: Sequence[str], ranks_per_node: int, message: int) -> Network:
-    """Links from `inter=50GB/s` or `intra=400GB/s,5us` (with latency). Others take no time.
+    """Links from the text of an option, `inter=50GB/s` or `intra=400GB/s,5us` (with latency). Others take no time.
 
     Raises:
         ConfigError: no such link, a rate that is none, links over which nothing travels, or nodes and messages that
@@ -162,7 +162,7 @@ def network_of(texts: Sequence[str], ranks_per_node: int, message: int) -> Netwo
 
 
 def pipeline_of(pp: int, schedule: str, virtual: int | None) -> Pipeline:
-    """A schedule's pipeline.
+    """A schedule's pipeline from the texts of options.
 
     Args:
         pp: ranks in a row.
@@ -223,7 +223,7 @@ class FileTable:
 
 
 def table_from(path: Path) -> FileTable:
-    """The table of a CSV file, one line per rank, as torch's `_dump_csv` writes it.
+    """The table of an option's CSV file, one line per rank, as torch's `_dump_csv` writes it.
 
     Raises:
         DataError: no such file, or no text.

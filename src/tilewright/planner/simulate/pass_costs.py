@@ -30,17 +30,17 @@ class KindSeconds:
     """Of the gradients of its weights."""
 
     def of(self, kind: Kind) -> float:
-        """Seconds of a pass of this kind."""
+        """Costs by kind: seconds of a pass of this kind."""
         return self.by_kind[kind]
 
     @cached_property
     def by_kind(self) -> Mapping[Kind, float]:
-        """Seconds of a pass of each kind."""
+        """Costs of passes: seconds of each kind."""
         return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """Costs of a pass: seconds forward and backward."""
         return self.forward + self.dgrad + self.wgrad
 
 
@@ -64,7 +64,7 @@ class PassCosts:
 
     @staticmethod
     def even(*, rows: int, ranks: int, stages: int, microbatches: int, kinds: KindSeconds | None = None) -> "PassCosts":
-        """Equal micro-batches, stages and ranks."""
+        """Costs of passes where micro-batches, stages and ranks are equal."""
         return PassCosts(
             kinds or KindSeconds(),
             ((1.0,) * microbatches,) * rows,
@@ -73,11 +73,11 @@ class PassCosts:
         )
 
     def seconds(self, row: int, rank: int, slot: Slot) -> float:
-        """Seconds of a slot of one rank of a row."""
+        """Costs of passes: seconds of a slot of one rank of a row."""
         return self.of_slots(row, rank, (slot,))[0]
 
     def of_slots(self, row: int, rank: int, slots: Iterable[Slot]) -> list[float]:
-        """Seconds of each of some slots of a rank of a row."""
+        """Costs of passes: seconds of each of some slots of a rank of a row."""
         work, shares, kinds, speed = self.work[row], self.shares[row], self.kinds.by_kind, self.speeds[row][rank]
         found = []
         for slot in slots:
@@ -88,15 +88,16 @@ class PassCosts:
         return found
 
     def held(self, row: int, one: StagePass) -> float:
-        """The memory that a pass keeps for the backward pass, in micro-batches of work 1 through a stage of share 1."""
+        """Memory cost of a pass: what it keeps for the backward pass, in micro-batches of work 1 through a stage of
+        share 1."""
         return self.work[row][one.microbatch] * self.shares[row][one.stage]
 
     def even_rows(self) -> "PassCosts":
-        """These costs with all micro-batches of a row at the mean of the row."""
+        """These costs of passes with all micro-batches of a row at the mean of the row."""
         return replace(self, work=tuple((math.fsum(row) / len(row),) * len(row) for row in self.work))
 
     def equal_rows(self, rank_of: Sequence[int]) -> "PassCosts":
-        """All stages of a row too take as long as the mean of the row's, on ranks of speed 1.
+        """Costs of passes where all stages of a row too take as long as the mean of the row's, on ranks of speed 1.
 
         Args:
             rank_of: of a row that has each stage.
@@ -126,7 +127,7 @@ class Link:
     latency_s: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds of one message on a link that is free."""
+        """Cost of one message in seconds, on a link that is free."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -151,7 +152,7 @@ class Network:
     """Out of a node: its ranks share it."""
 
     def path(self, sender: int, receiver: int) -> Path:
-        """The link that a message takes."""
+        """The link that a message between ranks takes, for its cost."""
         node = sender // self.ranks_per_node
         if node == receiver // self.ranks_per_node:
             return (sender, receiver), self.intra
@@ -175,16 +176,16 @@ class StepCosts:
 
     @property
     def num_rows(self) -> int:
-        """Copies of the pipeline."""
+        """Copies of the pipeline whose costs these are."""
         return len(self.passes.work)
 
     def world_rank(self, row: int, rank: int) -> int:
-        """The number of a rank of a row in the world."""
+        """The number of a rank of a row in the world, for costs by rank."""
         return rank * self.num_rows + row
 
 
 def ready_one_by_one(rows: int, microbatches: int, each_s: float) -> Matrix:
-    """A reader per row that needs so long for each micro-batch, and begins with the step.
+    """Costs of reading: a reader per row that needs so long for each micro-batch, and begins with the step.
 
     Example:
         >>> ready_one_by_one(1, 3, 0.5)
@@ -194,7 +195,7 @@ def ready_one_by_one(rows: int, microbatches: int, each_s: float) -> Matrix:
 
 
 def by_rank(speeds: Sequence[float], rows: int) -> Matrix:
-    """Speeds of the world's ranks, by row and rank of it.
+    """Costs by rank: speeds of the world's ranks, by row and rank of it.
 
     Example:
         >>> by_rank([1.0, 0.8, 1.0, 1.0], rows=2)

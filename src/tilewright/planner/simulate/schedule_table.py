@@ -67,7 +67,7 @@ class ScheduleTable:
 
     @staticmethod
     def parse(rows: Iterable[str], where: str = "") -> "ScheduleTable":
-        """A table from one line of text per rank, slots separated by commas, passes of a slot by semicolons.
+        """A schedule's table from one line of text per rank, slots separated by commas, passes of a slot by semicolons.
 
         Empty slots, and torch's entries for communication, are left out: what a pass needs decides when it begins.
 
@@ -84,32 +84,33 @@ class ScheduleTable:
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """The rank of each stage in a schedule's table."""
         found = {one.stage: rank for rank, row in enumerate(self.rows) for slot in row for one in slot}
         return tuple(found[stage] for stage in sorted(found))
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks in the row."""
+        """The number of ranks in the row of a schedule's table."""
         return len(self.rows)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """Stages of the model in a schedule's table."""
         return len(self.rank_of)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches of a step in a schedule's table."""
         return 1 + max(one.microbatch for row in self.rows for slot in row for one in slot)
 
     @cached_property
     def needs(self) -> "SlotNeeds":
-        """The dependencies between slots."""
+        """The dependencies between slots of a schedule's table."""
         return SlotNeeds(self)
 
     def _check(self, where: str) -> None:
-        """Each stage on one rank; each micro-batch once forward, and once backward, as a whole or in two parts."""
+        """Check a schedule's table: each stage on one rank; each micro-batch once forward, and once backward, as a
+        whole or in two parts."""
         count = Counter(one for row in self.rows for slot in row for one in slot)
         owners: dict[int, set[int]] = {}
         for rank, row in enumerate(self.rows):
@@ -172,7 +173,7 @@ class SlotNeeds:
 
 
 def _read_by(one: StagePass, there: Container[StagePass]) -> Iterator[StagePass]:
-    """Passes whose results a pass reads."""
+    """Passes of a schedule's table whose results a pass reads."""
     stage, kind, number = one
     if kind == "W":
         yield StagePass(stage, "I", number)
@@ -207,5 +208,5 @@ def _slots(row: str, where: str) -> Iterable[Slot]:
 
 
 def rows_text(rows: Iterable[Iterable[Iterable[object]]]) -> list[str]:
-    """One line per rank, as `ScheduleTable.parse` reads it."""
+    """A schedule's table as text, one line per rank, as `ScheduleTable.parse` reads it."""
     return [",".join(map(slot_text, row)) for row in rows]

@@ -35,7 +35,7 @@ class SimulatedStep:
 
     @staticmethod
     def of(table: ScheduleTable, costs: StepCosts) -> "SimulatedStep":
-        """Simulate it.
+        """Simulate a step.
 
         Raises:
             ConfigError: passes of the table wait for each other.
@@ -44,39 +44,39 @@ class SimulatedStep:
 
     @property
     def table(self) -> ScheduleTable:
-        """The table of each row."""
+        """The schedule's table of each row of a simulated step."""
         return self.timeline.table
 
     @cached_property
     def summed_s(self) -> list[float]:
-        """When the gradients of each rank of a row are summed over the rows."""
+        """When in a simulated step the gradients of each rank of a row are summed over the rows."""
         return [max(self.timeline.ends_s(rank)) + self.costs.reduce_s for rank in range(self.table.num_ranks)]
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the simulated step."""
         return max(self.summed_s) + self.costs.optimizer_s
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all rows."""
+        """Ranks of all rows of a simulated step."""
         return self.costs.num_rows * self.table.num_ranks
 
     @cached_property
     def busy_s(self) -> float:
-        """Seconds that all ranks spend in passes and the optimizer."""
+        """Seconds that all ranks of a simulated step spend in passes and the optimizer."""
         passes = (one.end_s - one.begin_s for row in self.timeline.rows for rank in row for one in rank)
         return math.fsum(passes) + self.num_ranks * self.costs.optimizer_s
 
     @property
     def idle(self) -> float:
-        """Share of the ranks' time in which they wait."""
+        """Share of the ranks' time in a simulated step in which they wait."""
         return 1 - self.busy_s / (self.num_ranks * self.seconds)
 
     @cached_property
     def exposed_s(self) -> list[float]:
-        """Seconds in which a rank could not work since a message was on its way to it, and in which its gradients were
-        summed, by rank of the world."""
+        """Seconds of a simulated step in which a rank could not work since a message was on its way to it, and in which
+        its gradients were summed, by rank of the world."""
         found = [0.0] * self.num_ranks
         for row, ranks in enumerate(self.timeline.rows):
             for rank, slots in enumerate(ranks):
@@ -86,12 +86,12 @@ class SimulatedStep:
 
     @property
     def exposed(self) -> float:
-        """Share of the ranks' time that is such communication."""
+        """Share of the ranks' time in a simulated step that is exposed communication."""
         return math.fsum(self.exposed_s) / (self.num_ranks * self.seconds)
 
     def held(self, row: int, rank: int) -> list[tuple[float, float]]:
-        """(seconds, activations) of a rank of a row after each slot that changes what it holds, in micro-batches of
-        work 1 through all stages of a rank with an equal share of the layers.
+        """Activations held in a simulated step as (seconds, activations) of a rank of a row after each slot that
+        changes them, in micro-batches of work 1 through all stages of a rank with an equal share of the layers.
 
         A forward pass keeps what its backward pass reads, from its beginning to the end of the last part of that.
         """
@@ -109,7 +109,7 @@ class SimulatedStep:
 
     @cached_property
     def peaks(self) -> list[float]:
-        """Most activations that each rank of the world holds, as `held` counts them."""
+        """Most activations in a simulated step that each rank of the world holds, as `held` counts them."""
         found = [0.0] * self.num_ranks
         for row in range(self.costs.num_rows):
             for rank in range(self.table.num_ranks):
@@ -117,8 +117,8 @@ class SimulatedStep:
         return found
 
     def critical_path(self) -> list[tuple[int, Place]]:
-        """(row, slot) of the passes that decide when the last pass ends, from the first to the last one: had one of
-        them, or what is waited for between them, been shorter, the passes might have ended earlier."""
+        """(row, slot) of the passes of a simulated step that decide when the last pass ends, from the first to the last
+        one: had one of them, or what is waited for between them, been shorter, the passes might have ended earlier."""
         ends = {(row, rank): of[rank][-1].end_s for row, of in enumerate(self.timeline.rows) for rank in range(len(of))}
         row, rank = max(ends, key=lambda key: (ends[key], key))
         place: Place | None = (rank, len(self.table.rows[rank]) - 1)
@@ -131,24 +131,24 @@ class SimulatedStep:
         return found[::-1]
 
     def slot(self, place: Place) -> Slot:
-        """The slot of the table at a place."""
+        """The slot of a simulated step's table at a place."""
         return self.table.rows[place[0]][place[1]]
 
 
 def _ends(slots: Sequence[SlotTimes]) -> Iterator[float]:
-    """When what was before each slot was over."""
+    """When in a simulated step what was before each slot was over."""
     yield 0.0
     for one in slots:
         yield one.end_s
 
 
 def _in_flight(one: SlotTimes, before: float) -> float:
-    """Seconds before a slot in which nothing but a message was missing."""
+    """Seconds before a slot of a simulated step in which nothing but a message was missing."""
     return 0.0 if one.from_data else max(0.0, one.begin_s - max(before, one.sent_s))
 
 
 def idle_by_cause(step: SimulatedStep) -> dict[str, float]:
-    """Shares of the ranks' time, which add up to `step.idle`.
+    """Idle time of a simulated step by cause: shares of the ranks' time, which add up to `step.idle`.
 
     The step is simulated again with one cause after the other: in each row equal passes; stages and ranks as they are;
     micro-batches; rows; messages; data; and gradients summed. A cause has the time that it adds. It may be negative:
@@ -168,10 +168,10 @@ def idle_by_cause(step: SimulatedStep) -> dict[str, float]:
 
 
 def _work_s(step: SimulatedStep) -> list[float]:
-    """Of each row, seconds of passes per rank."""
+    """Work of a simulated step: of each row, seconds of passes per rank."""
     return [math.fsum(one.end_s - one.begin_s for rank in row for one in rank) / len(row) for row in step.timeline.rows]
 
 
 def _spans_s(timeline: Timeline) -> list[float]:
-    """Of each row, seconds until its last pass is over."""
+    """Spans of a simulated step: of each row, seconds until its last pass is over."""
     return [max(rank[-1].end_s for rank in row) for row in timeline.rows]

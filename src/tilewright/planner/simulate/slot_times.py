@@ -39,16 +39,16 @@ class Timeline:
 
     @cached_property
     def passes_s(self) -> float:
-        """Seconds until the last pass is over."""
+        """Times of slots: seconds until the last pass is over."""
         return max(ranks[-1].end_s for row in self.rows for ranks in row)
 
     def ends_s(self, rank: int) -> list[float]:
-        """Seconds until this rank of each row has done its last slot."""
+        """Times of slots: seconds until this rank of each row has done its last slot."""
         return [row[rank][-1].end_s for row in self.rows]
 
 
 def simulate(table: ScheduleTable, costs: StepCosts) -> Timeline:
-    """Simulate the slots of every row: when each begins and ends.
+    """Simulate the times of the slots of every row: when each begins and ends.
 
     Args:
         table: of a row; all rows have the same.
@@ -91,7 +91,7 @@ class _Run:
         self._count = 0
 
     def done(self) -> Timeline:
-        """Run it to the end."""
+        """Run the slots of a schedule to the end, for their times."""
         for number, ready in enumerate(self._costs.ready_s):
             row = self._rows[number]
             for slot, passes in self._reads():
@@ -115,7 +115,7 @@ class _Run:
         return Timeline(self._table, tuple(tuple(map(tuple, row.found)) for row in self._rows))
 
     def _reads(self) -> list[tuple[int, Slot]]:
-        """Slots that begin with the batch, and their passes."""
+        """Slots that begin with the batch, and their passes, for the times."""
         slots = itertools.chain.from_iterable(self._table.rows)
         return [
             (number, slot) for number, slot in enumerate(slots) if any(p.stage == 0 and p.kind == "F" for p in slot)
@@ -166,10 +166,10 @@ class _Run:
 
 
 def _stuck(table: ScheduleTable, done: list[int]) -> ConfigError:
-    """The two slots of a circle of ranks that wait: each is behind the one that waits for the other."""
+    """Slots without a time: the two of a circle of ranks that wait: each is behind the one that waits for the other."""
 
     def waits_for(rank: int) -> Place:
-        """A slot that the rank's next one needs, and that is not done."""
+        """A slot of the schedule that the rank's next one needs, and that is not done."""
         needed = map(table.needs.places.__getitem__, table.needs.needed[table.needs.first[rank] + done[rank]])
         return next(place for place in needed if place[1] >= done[place[0]])
 

@@ -38,7 +38,7 @@ class DocumentCosts:
     """Tokens of a document that spends as long in attention as in all else."""
 
     def of(self, lengths_N: np.ndarray) -> np.ndarray:
-        """The cost of each document [N], FP64."""
+        """A case's cost of each document [N], FP64."""
         return lengths_N + lengths_N.astype(np.float64) ** 2 / self.attention
 
 
@@ -77,16 +77,16 @@ class SimulatedCase:
 
     @property
     def row_of_speeds(self) -> tuple[tuple[float, ...], ...]:
-        """The speed of each rank, by row."""
+        """The speed of each rank of a case, by row."""
         return by_rank(self.speeds or (1.0,) * (self.rows * self.pipeline.pp), self.rows)
 
     @property
     def is_even(self) -> bool:
-        """All ranks have one speed."""
+        """True if all ranks of a case have one speed."""
         return len(set(self.speeds)) <= 1
 
     def splits(self) -> list[tuple[float, ...]]:
-        """Layers of each stage by row, as shares of what a rank has of an even split.
+        """Layers of each stage by row of a case, as shares of what a rank has of an even split.
 
         Raises:
             ConfigError: fewer layers than stages.
@@ -98,7 +98,7 @@ class SimulatedCase:
         return [tuple(count * self.pipeline.pp / layers for count in row) for row in counts]
 
     def _layer_counts(self, layers: int) -> list[tuple[int, ...]]:
-        """By row: layers of each stage."""
+        """Layers of each stage of a case, by row."""
         even, rows = tuple(map(len, self.pipeline.split(layers))), self._split_costs(layers)
         if self.split == "even":
             return [even] * self.rows
@@ -108,12 +108,12 @@ class SimulatedCase:
         return [common_split(rows, even, by_speed=self.by_speed)] * self.rows
 
     def _split_costs(self, layers: int) -> list[SplitCosts]:
-        """By row."""
+        """Costs of a case's split of layers, by row."""
         rank_of = [self.pipeline.rank_of(stage) for stage in range(self.pipeline.num_stages)]
         return [SplitCosts((1.0,) * layers, rank_of, speeds) for speeds in self.row_of_speeds]
 
     def row_speeds(self) -> list[float]:
-        """How fast each row is: as its slowest rank, given its layers."""
+        """How fast each row of a case is: as its slowest rank, given its layers."""
         found = []
         for shares, speeds in zip(self.splits(), self.row_of_speeds, strict=True):
             load = [0.0] * self.pipeline.pp
@@ -123,7 +123,7 @@ class SimulatedCase:
         return found
 
     def places(self, lengths_N: np.ndarray) -> Places:
-        """Documents by row and micro-batch."""
+        """Documents of a case by row and micro-batch."""
         if self.packing in ("padded", "fixed"):
             each = len(lengths_N) // (self.rows * self.count)
             parts = np.arange(self.rows * self.count * each).reshape(self.rows, self.count, each)
@@ -136,7 +136,7 @@ class SimulatedCase:
         return found
 
     def costs(self, lengths_N: np.ndarray) -> StepCosts:
-        """The costs of a step of documents of these lengths, int64 [N]."""
+        """The costs of a case's step with documents of these lengths, int64 [N]."""
         costs_N = self.documents.of(lengths_N)
         work = [[math.fsum(costs_N[i] for i in one) for one in row] for row in self.places(lengths_N)]
         unit = float(costs_N.sum()) / (self.rows * self.count)

@@ -18,7 +18,7 @@ Asked = tuple[Pipeline, int]
 
 
 def torch_tables(asked: Sequence[Asked]) -> dict[Asked, ScheduleTable]:
-    """The tables of several schedules, all from one process.
+    """The tables of several schedules of torch's, all from one process.
 
     Args:
         asked: pipelines, each with a number of micro-batches. `virtual` of one stage per rank is allowed for
@@ -40,7 +40,7 @@ class KeptTables:
         self._made: dict[Asked, ScheduleTable] = {}
 
     def __call__(self, asked: Asked) -> ScheduleTable:
-        """The table of a schedule; see `torch_tables`."""
+        """The table of one of torch's schedules; see `torch_tables`."""
         if asked not in self._made:
             self._made |= _made_by(self._worker.call, [asked])
         return self._made[asked]
@@ -108,13 +108,12 @@ def order_text(made: Any, pipeline: Pipeline, count: int) -> list[str]:
 
 @functools.cache
 def _only_passes(schedule: Any) -> Any:
-    """The class without its search for an order of messages: this takes most of the time, and the runtime does not use
-    it for the order of passes."""
+    """Torch's schedule class without its search for an order of messages."""
     return type(schedule.__name__, (schedule,), {"_prepare_schedule_with_comms": lambda self, actions: None})
 
 
 def _passes(action: Any) -> list[str]:
-    """The passes of an action of torch's; none of what only communicates."""
+    """The passes of an action of torch's schedule; none of what only communicates."""
     kinds = {"F", "B", "I", "W"}
     return [
         f"{one.stage_index}{one.computation_type.value}{one.microbatch_index}"
@@ -124,8 +123,8 @@ def _passes(action: Any) -> list[str]:
 
 
 def mended_1f1b(count: int, stage: int) -> list[list[str]]:
-    """The last rank's passes: each micro-batch forward, and at once backward. The runtime of torch does that, the table
-    of torch 2.13 begins there with micro-batch 1 and ends with one that does not exist."""
+    """The last rank's passes in torch's 1F1B table: each micro-batch forward, and at once backward. The runtime of
+    torch does that, the table of torch 2.13 begins there with micro-batch 1 and ends with one that does not exist."""
     return [[f"{stage}{kind}{number}"] for number in range(count) for kind in "FB"]
 
 

@@ -61,7 +61,7 @@ class AlikeExperts(ExpertLoop):
         return _Join.apply(self, *(outs_PM[group.first] for group in self.groups if group.rows))
 
     def _for_all(self, firsts: Sequence[T]) -> list[T]:
-        """The numbers of the first of each group, for every expert."""
+        """Groups of alike experts: the numbers of the first of each group, for every expert."""
         return [one for one, group in zip(firsts, self.groups, strict=True) for _ in range(group.number)]
 
 
@@ -88,7 +88,7 @@ class _Parts(torch.autograd.Function):
 
 
 def _put_together(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
-    """The gradient of a tensor from those of its parts."""
+    """The gradient of a tensor of alike experts from those of its parts."""
     one = next(grad for grad in grads if grad is not None)
     firsts = []
     for grad, group in zip(grads, ctx.loop.groups, strict=True):
@@ -105,7 +105,7 @@ def _put_together(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
 
 
 def _whole(firsts: Sequence[Tensor], groups: Sequence[_Alike], shape: Sequence[int]) -> Tensor:
-    """One tensor of what all experts have, from what the first of each group has."""
+    """One tensor of what all experts have, from what the first of each group of alike ones has."""
     found = firsts[0].new_empty(shape)
     count_walk([(one, group.number) for one, group in zip(firsts, groups, strict=True)], found)
     return found

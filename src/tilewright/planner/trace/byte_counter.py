@@ -41,8 +41,8 @@ class GemmKind:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among arguments or results of an operation, and in lists of them: there is nothing deeper. torch's own
-    walk through trees takes several times as long, and this comes with each operation.
+    """Tensors whose bytes are counted: those among arguments or results of an operation, and in lists of them: there is
+    nothing deeper. torch's own walk through trees takes several times as long, and this comes with each operation.
 
     Example:
         >>> len([*tensors_in((torch.ones(2), 3, [torch.ones(1), None]))])
@@ -77,14 +77,14 @@ class MatmulCounter(TorchDispatchMode):
 
     @property
     def flops(self) -> float:
-        """FLOPs of all kinds together, attention's among them."""
+        """FLOPs of all kinds of matmuls that were counted, attention's among them."""
         return flops_of(self.gemms) + self.attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation and count it."""
+        """Run an operation and count its matmuls and bytes."""
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
@@ -104,7 +104,7 @@ class MatmulCounter(TorchDispatchMode):
         self.gemms[kind] = (calls + self.times, before + flops)
 
     def begin_repeated(self, times: int) -> None:
-        """Begin operations that count several times; see the function of this name."""
+        """Begin operations that the byte counter counts several times; see the function of this name."""
         self.end_repeated()
         self.times = times
 
@@ -112,7 +112,7 @@ class MatmulCounter(TorchDispatchMode):
         """Count bytes that an operation would move, and of these those in a new storage."""
 
     def end_repeated(self) -> None:
-        """End operations that count several times; see the function of this name."""
+        """End operations that the byte counter counts several times; see the function of this name."""
         self.times = 1
 
 
@@ -147,7 +147,8 @@ class LiveBytes(MatmulCounter):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Inside, tell matmuls of linear layers by these layers, and complete gradients of parameters from others."""
+        """Inside, the byte counter tells matmuls of linear layers by these layers, and complete gradients of parameters
+        from others."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if _is_linear(module):
@@ -167,7 +168,7 @@ class LiveBytes(MatmulCounter):
         self.landed += parameter.grad.nbytes
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation and count it."""
+        """Run an operation and count the bytes that it keeps alive."""
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
@@ -208,7 +209,7 @@ class LiveBytes(MatmulCounter):
             self._reach(max(one.peak, one.peak + (more - 1) * grown, one.last_peak + more * grown))
 
     def _reach(self, live: int) -> None:
-        """Note bytes that are alive."""
+        """Note bytes that are alive, for the counter's peak."""
         if self._pass is not None:
             self._pass.peak = max(self._pass.peak, live + self._pass.freed_once)
             self._pass.last_peak = max(self._pass.last_peak, live)
@@ -217,7 +218,7 @@ class LiveBytes(MatmulCounter):
             self.passing_peak = max(self.passing_peak, live - self.landed)
 
     def _add(self, storage: torch.UntypedStorage, old: set[int]) -> int:
-        """Count a storage; its bytes where it is new."""
+        """Count a storage among live bytes; its bytes where it is new."""
         key = storage._cdata
         if key in self._times_of or id(storage) in old:
             return 0
@@ -244,7 +245,7 @@ class EagerLiveBytes(LiveBytes):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: there is nothing to keep out."""
+        """False: the byte counter has nothing to keep out of compilation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,22 +264,22 @@ class _FirstPass:
 
 
 def begin_repeated(times: int) -> None:
-    """Count what runs up to `end_repeated` as if it ran so many times, one pass after another, each on tensors of its
-    own. In backward too: call it where autograd comes to what was made so. What counts is what counts now; the rest
-    does not change."""
+    """Count bytes and FLOPs of what runs up to `end_repeated` as if it ran so many times, one pass after another, each
+    on tensors of its own. In backward too: call it where autograd comes to what was made so. What counts is what counts
+    now; the rest does not change."""
     for counter in _counters():
         counter.begin_repeated(times)
 
 
 def end_repeated() -> None:
-    """End what `begin_repeated` began, if it is not ended."""
+    """End what `begin_repeated` of the byte counter began, if it is not ended."""
     for counter in _counters():
         counter.end_repeated()
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Inside, views are no operations."""
+    """Inside, views are no operations for the byte counter."""
     begin_repeated(0)
     try:
         yield
@@ -287,7 +288,7 @@ def uncounted() -> Iterator[None]:
 
 
 def count_walk(read: Iterable[tuple[Tensor, int]], written: Tensor) -> None:
-    """Count a walk over tensors, each so many times, into a new one that was made without it."""
+    """Count the bytes of a walk over tensors, each so many times, into a new one that was made without it."""
     size = written.nbytes
     moved = size + sum(times * _walked(tensor) for tensor, times in read)
     for counter in _counters():
@@ -304,12 +305,12 @@ def _counters() -> list[MatmulCounter]:
 
 
 def flops_of(gemms: Mapping[GemmKind, tuple[int, float]]) -> float:
-    """FLOPs of all kinds together."""
+    """FLOPs of all kinds together, as counted."""
     return sum(flops for _, flops in gemms.values())
 
 
 def _kind(module: str, packet: Any, args: Any) -> GemmKind:
-    """The kind of a matmul of these arguments; its weight is the last of them."""
+    """The kind of a counted matmul of these arguments; its weight is the last of them."""
     operands = [t for t in tensors_in(args) if t.is_floating_point() and t.dim() > 1]
     weight = operands[-1]
     if packet is _aten._grouped_mm and weight.dim() == 3:
@@ -318,6 +319,6 @@ def _kind(module: str, packet: Any, args: Any) -> GemmKind:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """True if a module multiplies rows by one weight."""
+    """True if a module multiplies rows by one weight, so that its matmuls are counted as a linear layer's."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)

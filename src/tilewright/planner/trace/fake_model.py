@@ -28,7 +28,8 @@ OF_A_GPU = KERNELS | {"attention": "native"}
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences torch: where fake tensors cannot do something it prints a traceback beside the exception."""
+    """Silences torch while a fake model runs: where fake tensors cannot do something it prints a traceback beside the
+    exception."""
     logger = logging.getLogger(fake_tensor.__name__)
     before = logger.disabled
     logger.disabled = True
@@ -39,7 +40,7 @@ def quiet() -> Iterator[None]:
 
 
 def to_fake(model: nn.Module, device: torch.device) -> None:
-    """Replace meta parameters, buffers and codes by fake ones on `device`, ties kept."""
+    """Make a fake model: replace meta parameters, buffers and codes by fake ones on `device`, ties kept."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Any:
@@ -60,7 +61,7 @@ def to_fake(model: nn.Module, device: torch.device) -> None:
 
 
 def document_styles(model: HFModel) -> tuple[Documents, ...]:
-    """How the run may keep documents apart, as `probe` tries it, the first one that the model takes.
+    """How the run of a fake model may keep documents apart, as `probe` tries it, the first one that the model takes.
 
     The run compares outputs, which fake tensors do not have: here the operations are looked at.
 
@@ -75,21 +76,24 @@ def document_styles(model: HFModel) -> tuple[Documents, ...]:
 
 
 def _mixes_tokens(net: Any) -> bool:
-    """True if something besides attention mixes the tokens of a row (convolutions, recurrences): no mask stops it."""
+    """True if something in a model besides attention mixes the tokens of a row (convolutions, recurrences): no mask
+    stops it."""
     kinds = getattr(net.config.get_text_config(), "layer_types", None) or ()
     convolves = any(isinstance(module, nn.Conv1d) for module in net.modules())
     return convolves or any(not kind.endswith("attention") or kind.startswith("linear") for kind in kinds)
 
 
 def _counts_from_pad(net: Any) -> bool:
-    """True if positions count from behind a padding index, so that they differ from those of our rows (RoBERTa)."""
+    """True if a model's positions count from behind a padding index, so that they differ from those of our rows
+    (RoBERTa)."""
     words = net.get_input_embeddings()
     tables = [module for module in net.modules() if isinstance(module, nn.Embedding) and module is not words]
     return any(table.padding_idx is not None for table in tables)
 
 
 def masks_from_positions(model: HFModel) -> bool:
-    """True if the model makes an attention mask from `position_ids`: where not, restarting positions separate nothing.
+    """True if the model makes an attention mask of a batch from `position_ids`: where not, restarting positions
+    separate nothing.
 
     The run compares outputs (`probe`), which fake tensors do not have.
     """
@@ -131,7 +135,7 @@ class _MasksFrom(TorchDispatchMode):
 def text_inputs(
     model: HFModel, rows: int, seq_len: int, device: torch.device, documents: Documents
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Packed rows, or with documents as rows one document in each."""
+    """Batches of text for a fake model: packed rows, or with documents as rows one document in each."""
     ids = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
     causal = model.task == "causal_lm"
     return ids, forward_arguments(model.net, documents, causal, ids, torch.zeros_like(ids))

@@ -22,7 +22,7 @@ class TraceMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and torch's wrapper comes with each operation."""
+        """False: no operation on fake tensors is compiled here, and torch's wrapper comes with each operation."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,7 +39,8 @@ def _grouped(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The result's shape: [M, K] x [E, K, N] -> [M, N], [M, K] x [K, N] -> [E, M, N] and the like."""
+    """Shape of the result of a grouped matmul on fake tensors: [M, K] x [E, K, N] -> [M, N], [M, K] x [K, N] -> [E, M,
+    N] and the like."""
     if left.dim() == right.dim() == 2:
         assert offs is not None
         shape: tuple[int, ...] = (offs.shape[0], left.shape[0], right.shape[1])
@@ -63,8 +64,8 @@ class _FusedOnGpu(TorchFunctionMode):
 
 
 def fuse_attention(modules: Iterable[nn.Module]) -> None:
-    """Let attention inside of these modules run as a GPU runs it, in backward's recomputation too, where no mode that
-    is around is at work."""
+    """Let attention on fake tensors inside of these modules run as a GPU runs it, in backward's recomputation too,
+    where no mode that is around is at work."""
     for module in modules:
         entered: list[_FusedOnGpu] = []
 

@@ -83,7 +83,7 @@ class TracedFlops:
 
     @property
     def matmuls(self) -> float:
-        """FLOPs of all matmuls."""
+        """FLOPs of all matmuls of a traced layer."""
         return flops_of(self.gemms)
 
 
@@ -103,8 +103,8 @@ class _AllMeasured(Exception):
 def trace_layers(
     layers: Sequence[nn.Module], run: Callable[[], object], measures: Measures = Measures.ALL
 ) -> TracedLayers:
-    """Measure each layer where `run` comes to it first; behind the last of them it is not run on. Needs fake tensors
-    all around.
+    """Trace each layer where `run` comes to it first; behind the last of them it is not run on. Needs fake tensors all
+    around.
 
     Raises:
         ValueError: a layer that does not run.
@@ -188,7 +188,8 @@ class _MlpCall:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, the layer runs. Of what it gives the part only the form is noted, so that no byte lives longer."""
+        """Inside, a traced layer runs its MLP. Of what it gives the part only the form is noted, so that no byte lives
+        longer."""
         handle = self.mlp.register_forward_pre_hook(self._see, with_kwargs=True)
         try:
             yield
@@ -215,11 +216,11 @@ class _Form:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Form":
-        """The form of a tensor."""
+        """The form (shape, dtype) of a tensor of a traced layer."""
         return cls(id(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def tensor(self, made: dict["_Form", Tensor]) -> Tensor:
-        """A tensor of this form, one for each key."""
+        """A tensor of this form for a traced layer, one for each key."""
         if self not in made:
             made[self] = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made[self]
@@ -237,7 +238,7 @@ class _Selected(EagerLiveBytes):
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Inside, what backward wants is dropped, as `checkpoint` does."""
+        """Inside, what backward of a traced layer wants is dropped, as `checkpoint` does."""
 
         def drop(_: Tensor) -> None:
             self._at_last_saved = self.flops
@@ -247,11 +248,11 @@ class _Selected(EagerLiveBytes):
 
     @property
     def flops_behind(self) -> float:
-        """FLOPs after the last tensor that backward wants, where `checkpoint` stops to recompute."""
+        """FLOPs of a traced layer after the last tensor that backward wants, where `checkpoint` stops to recompute."""
         return self.flops - self._at_last_saved
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, count it and hold what is kept of it."""
+        """Run an operation of a traced layer, count it and hold what is kept of it."""
         out = super().run(func, args, kwargs)
         for mode, kept in self._kept.items():
             if POLICIES[mode](None, func) is CheckpointPolicy.MUST_SAVE:
@@ -263,7 +264,8 @@ class _Selected(EagerLiveBytes):
         return out
 
     def only(self, mode: str, out: int) -> int:
-        """Bytes that are kept for one of the two modes alone. `out`: of the storage that is there whatever is kept."""
+        """Bytes that a traced layer keeps for one of the two modes alone. `out`: of the storage that is there whatever
+        is kept."""
         others = {key for name, kept in self._kept.items() for key in kept if name != mode} | {out}
         return sum(size for key, size in self._kept[mode].items() if key not in others)
 
@@ -297,7 +299,7 @@ def _run(
     work: bool = True,
     live: EagerLiveBytes | None = None,
 ) -> _Pass:
-    """Run a layer, or a part of one, forward once, and backward from it for each thing that is asked for.
+    """Run a traced layer, or a part of one, forward once, and backward from it for each thing that is asked for.
 
     `traffic`: count what a layer moves, with gradients of its weights in backward. `work`: count the bytes that
     backward to the input alone has alive. `live`: what counts.
@@ -321,13 +323,13 @@ def _run(
 
 
 def _backward(out: Tensor, to: Sequence[Tensor], *, again: bool = False) -> None:
-    """Make gradients and let them go. `again`: backward can run once more."""
+    """Make gradients of a traced layer and free them. `again`: backward can run once more."""
     with torch.autocast(out.device.type, enabled=False):  # as it is where the model calls its layers
         torch.autograd.grad(out, to, torch.empty_like(out), retain_graph=again, allow_unused=True)
 
 
 def _first(tree: Any) -> Tensor:
-    """The hidden states among the arguments of a layer, or its results."""
+    """The hidden states among the arguments of a traced layer, or its results."""
     return next(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 

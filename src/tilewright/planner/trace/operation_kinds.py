@@ -26,7 +26,7 @@ def _matmul_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> in
 
 
 def _grouped_flops(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
-    """Each row [M, K] meets the weight [K, N] of one expert."""
+    """FLOPs of operations of the kind grouped matmul: each row [M, K] meets the weight [K, N] of one expert."""
     return 2 * prod(rows) * weights[-1]
 
 
@@ -71,8 +71,8 @@ ATTENTION_BACKWARD = (
 
 @functools.cache
 def formulas() -> Mapping[Any, Callable[..., int]]:
-    """FLOPs of operations, from their arguments and `out_val`. Imported here: torch's counter loads triton, and that a
-    fifth of a second, which plans of our own decoder need not wait for."""
+    """FLOPs of operations by kind, from their arguments and `out_val`. Imported here: torch's counter loads triton, and
+    that a fifth of a second, which plans of our own decoder need not wait for."""
     from torch.utils.flop_counter import flop_registry, shape_wrapper
 
     return {**flop_registry, **{packet: shape_wrapper(count) for packet, count in _COUNTED.items()}}
@@ -80,13 +80,14 @@ def formulas() -> Mapping[Any, Callable[..., int]]:
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """True if an operation gives its arguments' storage alone."""
+    """True if an operation is of the kind that gives its arguments' storage alone."""
     aliases = [value.alias_info for value in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 @functools.cache
 def moves(func: Any) -> bool:
-    """True if an operation walks over its tensors: not a view, and no matmul, whose operations are what it costs."""
+    """True if an operation is of the kind that walks over its tensors: not a view, and no matmul, whose operations are
+    what it costs."""
     packet = func.overloadpacket
     return not (packet in formulas() or packet in _WALKS_NOWHERE or is_view(func))

@@ -36,7 +36,7 @@ class ExpertCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, the layer runs."""
+        """Inside, a layer runs, and the rows that are routed to its experts are counted."""
         handles = [module.register_forward_hook(self._see, with_kwargs=True) for module in self._experts]
         try:
             yield

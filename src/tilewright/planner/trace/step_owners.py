@@ -68,7 +68,7 @@ class Owner:
 
 @contextmanager
 def watched() -> Iterator[profile]:
-    """A profile of what runs inside: one step, in this thread. Its `function_events` are for `owners`."""
+    """A profile of the step that runs inside, in this thread. Its `function_events` are for `owners`."""
     watching = profile(use_kineto=False)
     with watching, record_function(STEP):
         yield watching
@@ -114,7 +114,7 @@ checks."""
 
 
 def _walk(event: ProfiledEvent, inside: str | None, around: str, backward: bool) -> Iterator[tuple[str, float]]:
-    """Owner and own microseconds of an operation and of all in it.
+    """Owner of the step's seconds and own microseconds of an operation and of all in it.
 
     Args:
         event: the operation.

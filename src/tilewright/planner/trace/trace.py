@@ -150,7 +150,7 @@ class Tracer:
             self.model.train()
 
     def trace(self, rows: int, measures: Measures = Measures.ALL) -> Trace:
-        """One micro-batch of so many rows.
+        """Trace one micro-batch of so many rows through a Hugging Face model.
 
         Args:
             rows: of the micro-batch.
@@ -173,7 +173,7 @@ class Tracer:
             yield
 
     def _traced(self, rows: int, measures: Measures) -> Trace:
-        """Trace rows of the model.
+        """Traced rows of the model.
 
         Raises:
             Untraceable: documents run as rows of their own.
@@ -224,7 +224,7 @@ class Tracer:
         return self._count(loss, measures, plain_head=False)
 
     def _plain_head(self, documents: Documents) -> bool:
-        """True if logits are one matmul, asked once."""
+        """True if the traced model's logits are one matmul, asked once."""
         known = self.calls.plain_heads
         if documents not in known:
             inputs = text_inputs(self.model, 1, _SHORT, torch.device("cpu"), documents)
@@ -232,7 +232,7 @@ class Tracer:
         return known[documents]
 
     def _count(self, run: Callable[[], Tensor], measures: Measures, *, plain_head: bool) -> Trace:
-        """Count a forward pass, the backward pass from what it returns, and each of the layers."""
+        """Count in a trace a forward pass, the backward pass from what it returns, and each of the layers."""
         model, live = self.model, EagerLiveBytes(LIMIT)
         with live.watching(model), live:
             out = run()
@@ -260,7 +260,7 @@ class Tracer:
 
 
 def _culprit(model: HFModel, error: Exception) -> str:
-    """The innermost module of the model's own code that the error came through, and its first line."""
+    """The innermost module of the model's own code that the error of a trace came through, and its first line."""
     name, trace = type(model.net).__name__, error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
@@ -273,8 +273,8 @@ def _culprit(model: HFModel, error: Exception) -> str:
 
 @torch.no_grad()
 def has_plain_head(net: Any, ids: Tensor, arguments: Mapping[str, Any]) -> bool:
-    """True if the logits are the base model's hidden states times the output embedding's weight, and nothing else is
-    computed behind the base model. The run compares bits (`probe`)."""
+    """True if a traced model has a plain head: its logits are the base model's hidden states times the output
+    embedding's weight, and nothing else is computed behind the base model. The run compares bits (`probe`)."""
     head = net.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or net.base_model is net:
         return False

@@ -26,7 +26,7 @@ class AotiPackage(KeptTensors):
 
     @torch.inference_mode()
     def run(self, ids_1S: np.ndarray, past: Sequence[Any]) -> tuple[np.ndarray, Sequence[Any]]:
-        """Run the model on some tokens behind a cache: see `KeptTensors.run`."""
+        """Run the AOTInductor package on some tokens behind a cache: see `KeptTensors.run`."""
         logits, *kept = self._model(torch.from_numpy(ids_1S), *past)
         return logits.numpy(), kept
 

@@ -29,8 +29,8 @@ class ExecuTorch(KeptTensors):
         self.runtime = f"ExecuTorch {importlib.metadata.version('executorch')} (XNNPACK)"
 
     def run(self, ids_1S: np.ndarray, past: Sequence[Any]) -> tuple[np.ndarray, Sequence[Any]]:
-        """Run the model on some tokens behind a cache: see `KeptTensors.run`. Outputs lie in the program's own memory,
-        so what is kept is copied."""
+        """Run the ExecuTorch program on some tokens behind a cache: see `KeptTensors.run`. Outputs lie in the program's
+        own memory, so what is kept is copied."""
         logits, *kept = self._method.execute([torch.from_numpy(ids_1S), *past])
         return logits.numpy(), [tensor.clone() for tensor in kept]
 

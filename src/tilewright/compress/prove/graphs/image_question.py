@@ -26,16 +26,16 @@ class ImageQuestion:
     pixels_N3HW: np.ndarray
 
     def save(self, folder: Path) -> None:
-        """Write the file; `folder` exists."""
+        """Write the file of an image question; `folder` exists."""
         np.save(folder / _FILE, self.pixels_N3HW)
 
     @classmethod
     def load(cls, folder: Path) -> "ImageQuestion | None":
-        """Read what `save` wrote; None where the question is of text."""
+        """Read the image question that `save` wrote; None where the question is of text."""
         path = folder / _FILE
         return cls(np.load(path, allow_pickle=False)) if path.is_file() else None
 
     def batches(self) -> Iterator[np.ndarray]:
-        """The images, some at once."""
+        """The images of a question, some at once."""
         for start in range(0, len(self.pixels_N3HW), _AT_ONCE):
             yield self.pixels_N3HW[start : start + _AT_ONCE]

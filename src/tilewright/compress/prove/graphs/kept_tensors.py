@@ -18,11 +18,13 @@ class KeptTensors(ConsumerSession):
     _filled: tuple[bytes, Sequence[Any]] = (b"", ())
 
     def run(self, ids_1S: np.ndarray, past: Sequence[Any]) -> tuple[np.ndarray, Sequence[Any]]:
-        """Logits [1, S, V], and what is kept. The runtime's own call only: it is what latencies measure."""
+        """Run a graph with kept tensors: logits [1, S, V], and what is kept. The runtime's own call only: it is what
+        latencies measure."""
         raise NotImplementedError
 
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """The row's first half at once, then, after it, all but the last token, then the last alone."""
+        """Logits by kept tensors: the row's first half at once, then, after it, all but the last token, then the last
+        alone."""
         ids_1S = np.ascontiguousarray(ids_S, dtype=np.int64)[None]
         if not self.empty:
             return self.run(ids_1S, ())[0][0, positions_P]
@@ -35,14 +37,15 @@ class KeptTensors(ConsumerSession):
         return np.concatenate(found)[positions_P]
 
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """One call with nothing kept."""
+        """Seconds of a prefill in a graph with kept tensors: one call with nothing kept."""
         ids_1S = np.ascontiguousarray(ids_S, dtype=np.int64)[None]
         started = time.perf_counter()
         self.run(ids_1S, self.empty)
         return time.perf_counter() - started
 
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """One call for the last token, after the others are kept."""
+        """Seconds of a cached token in a graph with kept tensors: one call for the last token, after the others are
+        kept."""
         if not self.empty or len(ids_S) > CACHED_AT + 1:
             return None
         ids_1S = np.ascontiguousarray(ids_S, dtype=np.int64)[None]

@@ -36,13 +36,13 @@ class OnnxRuntime(KeptTensors):
         return options
 
     def run(self, ids_1S: np.ndarray, past: Sequence[Any]) -> tuple[np.ndarray, Sequence[Any]]:
-        """Run the model on some tokens behind a cache: see `KeptTensors.run`."""
+        """Run the model in onnxruntime on some tokens behind a cache: see `KeptTensors.run`."""
         given = {self._ids.name: ids_1S, **dict(zip(self._past, past, strict=True))}
         logits, *kept = cast(list[np.ndarray], self._session.run(None, given))
         return logits, kept
 
     def image_logits(self, pixels_B3HW: np.ndarray) -> np.ndarray:
-        """Logits of images, in one pass."""
+        """Logits of images by onnxruntime, in one pass."""
         return cast(list[np.ndarray], self._session.run(None, {self._ids.name: pixels_B3HW}))[0]
 
     def quantized(self) -> Mapping[str, int] | None:

@@ -30,7 +30,7 @@ class OpenVino(KeptTensors):
         self.runtime = f"OpenVINO {openvino.__version__.split('-')[0]}"
 
     def run(self, ids_1S: np.ndarray, past: Sequence[Any]) -> tuple[np.ndarray, Sequence[Any]]:
-        """Run the model on some tokens behind a cache: see `KeptTensors.run`."""
+        """Run the OpenVINO model on some tokens behind a cache: see `KeptTensors.run`."""
         found = self._call.infer([ids_1S, *past], share_inputs=True)
         logits, *kept = (found[output] for output in self._model.outputs)
         return logits, kept

@@ -31,7 +31,7 @@ class ReferenceTexts:
 
     @property
     def special(self) -> Sequence[int]:
-        """Indices of the texts that are asked for with begin and end."""
+        """Indices of the reference texts that are asked for with begin and end."""
         return range(self.num_documents, min(self.num_documents + SPECIAL, len(self.texts)))
 
 
@@ -41,7 +41,8 @@ def compare_texts(
     special: Sequence[Sequence[int]] | None,
     facts: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], str]:
-    """Counts for the record, and what differs, in words; "" where nothing does.
+    """Compare texts by the tokenizer in an artefact: counts for the record, and what differs, in words; "" where
+    nothing does.
 
     Args:
         expected: of the run.
@@ -82,7 +83,8 @@ def _facts(expected: ReferenceTexts, facts: Mapping[str, Any] | None) -> str:
 
 
 def _rendered(value: Any) -> Any:
-    """A template as Jinja reads it, without the newline at its end: llama.cpp tells it so."""
+    """A rendered template of compared texts as Jinja reads it, without the newline at its end: llama.cpp gives it
+    so."""
     return value.removesuffix("\n") if isinstance(value, str) else value
 
 

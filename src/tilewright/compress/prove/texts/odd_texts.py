@@ -93,7 +93,8 @@ _KINDS: Sequence[Sequence[str]] = (
 
 
 def odd_texts(count: int = NUM_TEXTS) -> list[str]:
-    """Distinct texts, the same ones on every machine: each piece once alone, then mixtures.
+    """Odd texts: distinct ones on which tokenizers differ, the same on every machine: each piece once alone, then
+    mixtures.
 
     Example:
         >>> texts = odd_texts()

@@ -17,7 +17,7 @@ _LAYERS = "model.layers."
 
 
 def config_with(config: DecoderConfig, chosen: Mapping[PartPlace, PartChoice]) -> DecoderConfig:
-    """The shape of a decoder with these choices.
+    """The shape of a decoder assembled with these choices.
 
     Args:
         config: of the run.
@@ -30,7 +30,7 @@ def config_with(config: DecoderConfig, chosen: Mapping[PartPlace, PartChoice]) -
 
 
 def _kept(config: DecoderConfig, chosen: Mapping[PartPlace, PartChoice]) -> dict[int, Any]:
-    """Shapes of the layers that stay, by their numbers in the run."""
+    """Shapes of the layers that stay in an assembled decoder, by their numbers in the run."""
     found = {}
     for layer in range(config.num_layers):
         parts = [chosen.get(PartPlace(layer, part)) for part in ("attention", "ffn")]
@@ -42,7 +42,8 @@ def _kept(config: DecoderConfig, chosen: Mapping[PartPlace, PartChoice]) -> dict
 
 @torch.no_grad()
 def assembled(model: Any, chosen: Mapping[PartPlace, PartChoice], folder: Path) -> Any:
-    """A decoder with these parts and the run's embedding, last norm and head; it shares no memory with the run's.
+    """Assemble a decoder with these parts and the run's embedding, last norm and head; it shares no memory with the
+    run's.
 
     Args:
         model: of the run.

@@ -37,7 +37,7 @@ class PartPlace:
 
 
 def places(config: DecoderConfig) -> Iterator[PartPlace]:
-    """The parts that layers have, in the order of a forward pass."""
+    """The places of the parts that layers have, in the order of a forward pass."""
     for layer, shape in enumerate(config.shapes):
         for part in PARTS:
             if shape.num_heads if part == "attention" else shape.ffn_dim:
@@ -45,7 +45,7 @@ def places(config: DecoderConfig) -> Iterator[PartPlace]:
 
 
 def alone(shape: LayerShape, part: Part) -> LayerShape:
-    """A layer's shape without its other part."""
+    """The shape of a layer with one part alone, without the other."""
     if part == "attention":
         return replace(shape, ffn_dim=0)
     return replace(shape, num_heads=0, num_kv_heads=0, sliding_window=0)
@@ -59,19 +59,19 @@ def joined(attention: LayerShape | None, ffn: LayerShape | None) -> LayerShape |
 
 
 def config_of(config: DecoderConfig, layer: int, shape: LayerShape) -> DecoderConfig:
-    """A decoder's shape in which one layer reads as another one."""
+    """A decoder's shape in which one layer reads as another one, for a layer's part."""
     return replace(config.at(layer), **asdict(shape))
 
 
 def new_part(config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels) -> Block:
-    """A block on the host whose values are not set, in evaluation mode."""
+    """A new part of a layer: a block on the host whose values are not set, in evaluation mode."""
     with shapes_only():
         made = Block(config_of(config, layer, shape), layer, kernels)
     return made.to_empty(device="cpu").eval()
 
 
 def own_part(model: Any, place: PartPlace) -> Block:
-    """A part of a decoder, with the decoder's own tensors."""
+    """A decoder's own part of a layer, with the decoder's own tensors."""
     block = model.blocks[place.layer]
     with shapes_only():
         shape = alone(model.config.shapes[place.layer], place.part)
@@ -83,5 +83,5 @@ def own_part(model: Any, place: PartPlace) -> Block:
 
 
 def run_part(part: Block | None, x_BSD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-    """The stream behind a part; behind a missing one it is as it was."""
+    """Run a part of a layer: the stream behind it; behind a missing one it is as it was."""
     return x_BSD if part is None else part(x_BSD, context["cos"], context["sin"], documents_from(context))[0]

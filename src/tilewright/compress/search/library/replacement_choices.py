@@ -41,12 +41,12 @@ class PartChoice:
 
     @property
     def trained(self) -> bool:
-        """True if it has weights other than the run's."""
+        """True if a choice of replacement has weights other than the run's."""
         return self.how in ("cut", "merge", "copy")
 
 
 def choices_at(config: DecoderConfig, place: PartPlace, kinds: Sequence[Kind], seq_len: int = 512) -> list[PartChoice]:
-    """All choices of a part, the run's own first.
+    """All choices of replacement for a part, the run's own first.
 
     Args:
         config: of the run.
@@ -76,7 +76,8 @@ def choices_at(config: DecoderConfig, place: PartPlace, kinds: Sequence[Kind], s
 def why_whole(
     config: DecoderConfig, place: PartPlace, kinds: Sequence[Kind], found: Sequence[PartChoice]
 ) -> str | None:
-    """Why a part has no replacement with weights, in words; None where it has one, or none was asked for.
+    """Why among the choices a part has no replacement with weights, in words; None where it has one, or none was asked
+    for.
 
     Args:
         config: of the run.
@@ -129,7 +130,8 @@ def _groups(own: LayerShape) -> Iterator[PartChoice]:
 
 
 def _numbers(units: int, multiple: int) -> list[int]:
-    """Of units that stay, the most first: fewer than there are, at least one multiple.
+    """Numbers of units that stay among the choices of replacement, the most first: fewer than there are, at least one
+    multiple.
 
     Example:
         >>> _numbers(5, 1), _numbers(96, 32), _numbers(32, 32)

@@ -29,7 +29,7 @@ def score_choices(
     done: Callable[[str], bool],
     report: Callable[[str, RowLosses | None], None],
 ) -> None:
-    """Losses of what is not done yet, of each choice other than the run's own part.
+    """Score the replacements that are not scored yet: losses of each choice other than the run's own part.
 
     Args:
         model: the run's decoder, left as it was.
@@ -68,7 +68,7 @@ def _outs(
     stream: Sequence[Tensor],
     contexts: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, Iterator[tuple[LossOutput, Mapping[str, Tensor]]]]:
-    """By domain, what the model makes of each micro-batch."""
+    """For scores of replacements: by domain, the model's output of each micro-batch."""
 
     def of(domain: str) -> Iterator[tuple[LossOutput, Mapping[str, Tensor]]]:
         for (name, batch), x, context in zip(flat, stream, contexts, strict=True):

@@ -44,14 +44,14 @@ class PartData:
         return len(self.inputs)
 
     def some(self, numbers: range) -> "PartData":
-        """Some of the micro-batches."""
+        """Some of the micro-batches that a part starts from."""
         inputs, outputs = [self.inputs[i] for i in numbers], [self.outputs[i] for i in numbers]
         return PartData(inputs, outputs, [self.contexts[i] for i in numbers])
 
 
 @torch.no_grad()
 def start(made: Block, choice: PartChoice, own: Block, data: PartData, seed: int) -> None:
-    """Give a smaller part its first weights, in place.
+    """Give a smaller part its weights to start with, in place.
 
     Args:
         made: of the choice's shape.
@@ -67,8 +67,8 @@ def start(made: Block, choice: PartChoice, own: Block, data: PartData, seed: int
 
 
 def _copy(made: Block, own: Block, seed: int) -> None:
-    """All as it is, but keys and values: where there are fewer, the means of heads side by side (Ainslie et al., "GQA",
-    2023, section 2.1), and where there are more, each several times."""
+    """Start weights copied: all as it is, but keys and values: where there are fewer, the means of heads side by side
+    (Ainslie et al., "GQA", 2023, section 2.1), and where there are more, each several times."""
     before = own.state_dict()
     for name, target in made.state_dict().items():
         if name in before:
@@ -91,7 +91,7 @@ def _heads(weight: Tensor, rows: int, made: Block) -> Tensor:
 
 
 def _cut(made: Block, number: int, own: Block, data: PartData) -> None:
-    """The units whose values, times the weights that read them, are largest."""
+    """Start weights of a cut part: the units whose values, times the weights that read them, are largest."""
     units = _units(made, own, number)
     kept_U = _importance(own, units, data).argsort(descending=True, stable=True)[:number].sort().values
     before = own.state_dict()
@@ -104,12 +104,12 @@ def _cut(made: Block, number: int, own: Block, data: PartData) -> None:
 
 
 def _units(made: Block, own: Block, number: int) -> int:
-    """How many there are in the run's part, of which `number` stay."""
+    """How many units are in the run's part, of which `number` stay at the start."""
     return number * last_layer(own).in_features // last_layer(made).in_features
 
 
 def _importance(own: Block, units: int, data: PartData) -> Tensor:
-    """FP64 [U]."""
+    """Importance of units for a part's start weights, FP64 [U]."""
     last, means = last_layer(own), []
     for read_MK, _ in _seen(own, data):
         means.append(read_MK.double().abs().mean(0))
@@ -119,7 +119,7 @@ def _importance(own: Block, units: int, data: PartData) -> Tensor:
 
 @torch.no_grad()
 def fit_last(made: Block, data: PartData) -> None:
-    """Fit the last layer of a part, in place."""
+    """Fit the last layer of a part for its start weights, in place."""
     last = last_layer(made)
     gram_KK = torch.zeros(last.in_features, last.in_features, dtype=torch.float64)
     cross_KD = torch.zeros(last.in_features, last.out_features, dtype=torch.float64)
@@ -136,12 +136,13 @@ def fit_last(made: Block, data: PartData) -> None:
 
 
 def last_layer(part: Block) -> nn.Linear:
-    """The layer that adds to the stream."""
+    """The last layer of a part to start: the one that adds to the stream."""
     return part.self_attn.o_proj if part.has_attention else part.mlp.down_proj  # type: ignore[return-value]
 
 
 def _seen(part: Block, data: PartData) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each micro-batch what the last layer of a part reads [M, K], and what the run's part adds [M, D]."""
+    """For start weights, of each micro-batch what the last layer of a part reads [M, K], and what the run's part adds
+    [M, D]."""
     with _reading(last_layer(part)) as read:
         for x_BSD, out_BSD, context in zip(data.inputs, data.outputs, data.contexts, strict=True):
             run_part(part, x_BSD, context)

@@ -53,12 +53,12 @@ class TrainedPart:
     seconds: float
 
     def to_json(self) -> dict[str, float]:
-        """Plain types."""
+        """The row of a trained replacement as plain types."""
         return asdict(self)
 
 
 def key_of(place: PartPlace, choice: PartChoice) -> str:
-    """Name of a replacement in records, and of its file."""
+    """Key of a trained replacement: its name in records, and of its file."""
     return f"{place}.{choice.name}"
 
 
@@ -73,7 +73,7 @@ def train_library(
     done: Callable[[str], bool],
     report: Callable[[str, TrainedPart], None],
 ) -> None:
-    """Train what is not done yet.
+    """Train the library of replacements: what is not done yet.
 
     Args:
         model: the run's decoder, FP32 on the host; left as it was.
@@ -142,7 +142,7 @@ def _learn(made: Block, data: PartData, steps: int, generator: torch.Generator) 
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Share of the rate: a short rise, then a cosine.
+    """The schedule of a replacement's training, as a share of the rate: a short rise, then a cosine.
 
     Example:
         >>> [round(_schedule(step, 10), 2) for step in (0, 1, 5, 9)]
@@ -154,7 +154,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _squares(part: Block | None, data: PartData) -> tuple[Tensor, Tensor]:
-    """Sums of squares: of the difference to the run's part, and of what that adds."""
+    """Sums of squares in a replacement's training: of the difference to the run's part, and of what that adds."""
     parts = [
         ((run_part(part, x, context) - out).square().sum(), (out - x).square().sum())
         for x, out, context in zip(data.inputs, data.outputs, data.contexts, strict=True)
@@ -165,13 +165,13 @@ def _squares(part: Block | None, data: PartData) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def relative_error(part: Block | None, data: PartData) -> float:
-    """The relative error of a trained part; see `TrainedPart`; of a missing part 1."""
+    """The relative error of a trained replacement; see `TrainedPart`; of a missing part 1."""
     difference, scale = _squares(part, data)
     return float(difference / scale)
 
 
 def save_part(part: Block, folder: Path, key: str) -> None:
-    """Write the file of a replacement, whole or not at all.
+    """Write the file of a trained replacement, whole or not at all.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -193,7 +193,7 @@ def save_part(part: Block, folder: Path, key: str) -> None:
 
 
 def part_at(model: Any, place: PartPlace, choice: PartChoice, folder: Path) -> Block | None:
-    """The part of a choice, with its weights; None where nothing takes its place.
+    """The trained part of a choice of replacement, with its weights; None where nothing takes its place.
 
     Args:
         model: the run's decoder.

@@ -19,7 +19,7 @@ _OF_FFN = ("ffn_dim", "expert_dim", "shared_dim")
 
 
 def shape_key(config: DecoderConfig, place: PartPlace, shape: LayerShape) -> str:
-    """The common shape of parts that are timed together; a key of the latency table.
+    """Key of the latency table for costs: the common shape of parts that are timed together.
 
     Example:
         >>> config = DecoderConfig.of(vocab_size=100, dim=64, num_heads=4, num_layers=2)
@@ -41,7 +41,7 @@ def shape_key(config: DecoderConfig, place: PartPlace, shape: LayerShape) -> str
 def costs_of(
     config: DecoderConfig, place: PartPlace, choice: PartChoice, table: Mapping[str, Any], context: int
 ) -> Costs:
-    """The costs of a choice at its place.
+    """The running costs of a choice at its place.
 
     Args:
         config: of the run.
@@ -66,7 +66,7 @@ def costs_of(
 
 
 def measured_costs(model: Any, latency: Latency, cache: int, context: int) -> Costs:
-    """Costs of a whole decoder: latency and cache as measured, the rest as counted."""
+    """Running costs of choices in a whole decoder: latency and cache as measured, the rest as counted."""
     return {
         "token": latency.token.least,
         "prefill": latency.prefill.least,
@@ -77,5 +77,6 @@ def measured_costs(model: Any, latency: Latency, cache: int, context: int) -> Co
 
 
 def rest_of(whole: Costs, own: Mapping[PartPlace, Costs]) -> Costs:
-    """The cost of embedding, last norm, head and calls between parts: the run less its parts, at least zero."""
+    """Running cost beside the choices, of embedding, last norm, head and calls between parts: the run less its parts,
+    at least zero."""
     return {name: max(0.0, whole[name] - sum(costs[name] for costs in own.values())) for name in MEASURES}

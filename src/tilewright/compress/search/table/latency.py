@@ -38,21 +38,21 @@ class Latency:
     token: Seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Plain types."""
+        """The latency as plain types for JSON."""
         return {"prefill": self.prefill.to_json(), "token": self.token.to_json()}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Latency":
-        """The object from the result of `to_json`."""
+        """A latency from the JSON of `to_json`."""
         return cls(Seconds(**row["prefill"]), Seconds(**row["token"]))
 
     def beside(self, later: "Latency") -> "Latency":
-        """Both measurements of one thing: see `Seconds.beside`."""
+        """The latency of both measurements of one thing: see `Seconds.beside`."""
         return Latency(self.prefill.beside(later.prefill), self.token.beside(later.token))
 
     @property
     def steady(self) -> bool:
-        """True if both are."""
+        """True if both seconds of a latency are steady."""
         return self.prefill.steady and self.token.steady
 
 
@@ -128,7 +128,7 @@ def part_latency(
 
 
 def _copy(config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels) -> Block:
-    """A part with small random weights."""
+    """A part with small random weights, to measure its latency."""
     made = new_part(config, layer, shape, kernels)
     for param in made.parameters():
         param.normal_(0, 0.02)

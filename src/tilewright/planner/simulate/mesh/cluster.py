@@ -41,12 +41,12 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Ranks of the cluster in all."""
         return self.nodes * self.gpus
 
     def ring_s(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter of tensors of `num_bytes` over a ring of ranks; an all-reduce is
-        both."""
+        """Cluster: seconds of an all-gather or a reduce-scatter of tensors of `num_bytes` over a ring of ranks; an
+        all-reduce is both."""
         if ranks == 1 or not num_bytes:
             return 0.0
         link, hops = self._ring(ranks, stride), ranks - 1
@@ -54,7 +54,8 @@ class Cluster:
         return num_bytes * hops / ranks / link.bytes_per_s + link.latency_s * -(-ranks // inside)
 
     def exchange_s(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-to-all in which each rank has `num_bytes` for all ranks together, itself among them."""
+        """Cluster: seconds of an all-to-all in which each rank has `num_bytes` for all ranks together, itself among
+        them."""
         if ranks == 1 or not num_bytes:
             return 0.0
         inside = min(ranks, max(1, self.gpus // stride))
@@ -63,7 +64,7 @@ class Cluster:
         return max(near, far) + (self.inter if ranks > inside else self.intra).latency_s
 
     def hop(self, stride: int) -> Link:
-        """Between two ranks that are so far apart."""
+        """The link of the cluster between two ranks that are so far apart."""
         return self.intra if stride < self.gpus else self.inter
 
     def _ring(self, ranks: int, stride: int) -> Link:
@@ -138,8 +139,8 @@ def _given(name: str, value: str) -> tuple[Link, str]:
 
 
 def _measured(name: str, path: str, where: str) -> tuple[Link, str]:
-    """From a file of `tilewright bench comm`: what ranks reached of an all-gather, which send as many bytes as in a
-    reduce-scatter."""
+    """A cluster from a file of `tilewright bench comm`: what ranks reached of an all-gather, which send as many bytes
+    as in a reduce-scatter."""
     found = MeasuredLinks.read(path)
     fit = found.fit("all_gather")
     one_machine = found.nodes == 1
@@ -157,7 +158,7 @@ def _measured(name: str, path: str, where: str) -> tuple[Link, str]:
 
 
 def _nodes(world: int, nodes: str) -> tuple[int, int]:
-    """Nodes, and GPUs in each."""
+    """Nodes of the cluster, and GPUs in each."""
     if not nodes:
         gpus = min(world, 8)
         nodes = f"{world // gpus}x{gpus}" if world % gpus == 0 else f"1x{world}"

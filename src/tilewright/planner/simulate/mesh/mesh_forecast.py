@@ -46,12 +46,12 @@ class Forecast:
     """By rank of a row, in a step; those of other rows are the same."""
 
     def to_json(self) -> dict[str, object]:
-        """Plain types."""
+        """The forecast of a mesh's step as plain types."""
         return {**asdict(self), "sent_bytes": dict(self.sent_bytes), "peak_bytes": list(self.peak_bytes)}
 
 
 def forecast(recipe: Recipe, plan: Plan, site: Site, sizes: MeshSizes, table: ScheduleTable | None) -> Forecast | None:
-    """The time, traffic and memory that a step on several ranks is expected to take.
+    """Forecast of a step on the run's own mesh: time, traffic and memory.
 
     Args:
         recipe: that it runs.
@@ -90,7 +90,8 @@ def forecast(recipe: Recipe, plan: Plan, site: Site, sizes: MeshSizes, table: Sc
 
 
 def _as_run(recipe: Recipe, sizes: MeshSizes) -> Recipe:
-    """Layers whose weight gradients wait are not compiled by themselves."""
+    """The recipe as the run takes it, for the forecast: layers whose weight gradients wait are not compiled by
+    themselves."""
     settings: dict[str, object] = {f"parallel.{axis}": getattr(sizes, axis) for axis in ("dp_replicate", "dp_shard")}
     if sizes.pp > 1 and Pipeline.of(recipe.parallel).defers and recipe.train.compile == "auto":
         settings["train.compile"] = "off"
@@ -108,7 +109,8 @@ def _setting(recipe: Recipe, sizes: MeshSizes) -> MeshSetting:
 
 
 def _cluster(plan: Plan, site: Site, sizes: MeshSizes) -> Cluster | None:
-    """Processes of this machine, or GPUs of it with published links; None where nothing is known."""
+    """The cluster of the forecast: processes of this machine, or GPUs of it with published links; None where nothing is
+    known."""
     speed = plan.budget.links.ranks
     if site.machine.device == "cpu":
         if speed is None and sizes.pp == sizes.world:  # messages between stages, which take next to nothing
@@ -122,18 +124,18 @@ def _cluster(plan: Plan, site: Site, sizes: MeshSizes) -> Cluster | None:
 
 
 def _measured(speed: RankSpeed, world: int) -> Cluster:
-    """A link over which a ring takes as long as was measured of a gather."""
+    """A link for the forecast over which a ring takes as long as was measured of a gather."""
     link = Link(speed.gather * (world - 1) / world)
     return Cluster(1, world, link, link, overlaps=False)
 
 
 def _exchange_s(costs: MeshCosts) -> float:
-    """Of the first rank, in a step."""
+    """Forecast seconds of exchanges of the first rank, in a step."""
     return costs.setting.count * costs.ranks[0].traffic + costs.exposed.total
 
 
 def _sent(costs: MeshCosts, recipe: Recipe) -> dict[str, float]:
-    """Bytes that the first rank sends, by axis."""
+    """Forecast bytes that the first rank sends, by axis of the mesh."""
     setting, sizes, model = costs.setting, costs.setting.sizes, costs.model
     shards, count, held = model.config(setting).shards, setting.count, costs.held[0]
     part = part_of(model.shape(costs.shape_key), held)

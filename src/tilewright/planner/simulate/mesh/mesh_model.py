@@ -58,21 +58,21 @@ class PassSeconds(NamedTuple):
     """Of these, what is communication that nothing hides: a part of all three passes."""
 
     def plus(self, other: "PassSeconds") -> "PassSeconds":
-        """One after the other."""
+        """Seconds of two passes of a mesh's layers, one after the other."""
         return PassSeconds(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def times(self, factor: float) -> "PassSeconds":
-        """These seconds, multiplied."""
+        """Seconds of passes of a mesh's layers, multiplied."""
         return PassSeconds(*(factor * mine for mine in self))
 
     @property
     def backward(self) -> float:
-        """Seconds until both gradients are there."""
+        """Seconds of a pass until both gradients are there, in a mesh's model."""
         return self.recompute + self.dgrad + self.wgrad
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """Seconds of a pass forward and backward, in a mesh's model."""
         return self.forward + self.backward
 
 
@@ -86,7 +86,7 @@ class StageLayers:
     last: bool
 
     def plus(self, other: "StageLayers") -> "StageLayers":
-        """The layers of both, on one rank."""
+        """The layers of two stages of a mesh's model on one rank."""
         counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
         return StageLayers(counts, self.first or other.first, self.last or other.last)
 
@@ -122,50 +122,51 @@ class MeshModel:
 
     @property
     def experts(self) -> int:
-        """Routed ones of a layer that may be on other ranks; 0: none."""
+        """Experts of a layer that the mesh may place on other ranks; 0: none."""
         return self.decoder.num_experts if self.decoder else 0
 
     @property
     def chosen(self) -> int:
-        """Experts of a layer that a token passes; 0: none."""
+        """Experts of a layer of the mesh's model that a token passes; 0: none."""
         return self.decoder.num_experts_per_token if self.decoder else 0
 
     @cached_property
     def whole(self) -> ModelShape:
-        """The shape of the whole model on one rank, weights in FP32."""
+        """The shape of the whole model before a mesh cuts it: on one rank, weights in FP32."""
         return self.shape(ShapeKey("fp32"))
 
     def _key(self, master: str, sizes: MeshSizes) -> ShapeKey:
-        """Of a rank of a mesh: shards decide whether there are any, and whether the vocabulary is cut too."""
+        """The key of the model on a rank of a mesh: shards decide whether there are any, and whether the vocabulary is
+        cut too."""
         shards, tp = sizes.dp_shard, sizes.tp
         kind = (tp, shards > 1, tp > 1 and cuts_vocabulary(self._finder.vocab_size, tp, shards))
         return ShapeKey(master, sizes.ep, tp, self._alike.setdefault(kind, shards), shards > 1 and sizes.pp > 1)
 
     def _recipe_with(self, master: str) -> Recipe:
-        """The recipe with another storage of weights, and one process."""
+        """The recipe of the mesh's model with another storage of weights, and one process."""
         alone = {"parallel.pp": 1, "parallel.dp_shard": 1, "parallel.dp_replicate": 1}
         alone |= {"parallel.tp": 1, "parallel.ep": 1}
         return changed(self.recipe, alone | {"optim.master_weights": master})
 
     def _marked(self, master: str, tp: int, shards: int, spread: int, staged: bool) -> ModelShape:
-        """Experts spread over so many ranks, so that their tensors are known by that."""
+        """The mesh's model with experts spread over so many ranks, so that their tensors are known by that."""
         cut = {"parallel.tp": tp, "parallel.dp_shard": shards, "parallel.ep": spread}
         cut |= {"parallel.pp": 2 if staged else 1}
         return self._finder.find(changed(self.recipe_with(master), cut)).known()
 
     def _spread(self, ep: int) -> int:
-        """Ranks that experts are marked with: one for each expert, so that one shape serves all meshes, where their
-        number is known."""
+        """Ranks that experts of the mesh's model are marked with: one for each expert, so that one shape serves all
+        meshes, where their number is known."""
         return 1 if ep == 1 else self.experts or ep
 
     def _shape(self, key: ShapeKey) -> ModelShape:
-        """With experts spread over so many ranks."""
+        """The shape of the mesh's model with experts spread over so many ranks."""
         shape = self.marked(key.master, key.tp, key.shards, self._spread(key.ep), key.staged)
         classes = tuple(replace(found, weights=_spread_over(found.weights, key.ep)) for found in shape.classes)
         return replace(shape, classes=classes)
 
     def config(self, setting: MeshSetting) -> GlobalConfig:
-        """The planner's configuration of a rank, as one process has it."""
+        """The planner's configuration of a rank of a mesh, as one process has it."""
         recipe, sizes = self.recipe, setting.sizes
         alone = sizes.pp == 1
         return GlobalConfig(
@@ -187,12 +188,12 @@ class MeshModel:
         )
 
     def shards(self, sizes: MeshSizes) -> Shards:
-        """Who shares the model."""
+        """The shards of the mesh's model: which ranks share it."""
         apart = sizes.tp > 1 and self.experts > 0
         return Shards(sizes.data, sizes.dp_shard, tp=sizes.tp, ep=sizes.ep, experts_apart=apart)
 
     def layers_of(self, ranges: Sequence[range], stages: Sequence[int]) -> StageLayers:
-        """The layers that some stages hold.
+        """The layers of the mesh's model that some stages hold.
 
         Args:
             ranges: layers of each stage.
@@ -204,14 +205,14 @@ class MeshModel:
         return StageLayers(counts, 0 in stages, len(ranges) - 1 in stages)
 
     def _passes(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> PassSeconds:
-        """Of one layer of the class at this place, without communication."""
+        """Seconds of passes of one layer of the mesh's model of the class at this place, without communication."""
         parts = self.layer_parts(place, rows, kind, key)
         backward, wgrad = parts.backward(), parts.matmul_s("wgrad") + parts.weights_s()
         again = backward.pop("recompute")
         return PassSeconds(parts.forward_s(), again, sum(backward.values()) - wgrad, wgrad)
 
     def layer_parts(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> LayerParts:
-        """A layer as a rank runs it: what its seconds are made of.
+        """A layer of the mesh's model as a rank runs it: what its seconds are made of.
 
         Args:
             place: of its class.
@@ -225,7 +226,8 @@ class MeshModel:
         return self._parts(found, rows, kind, key)
 
     def _local(self, found: LayerClass, key: ShapeKey) -> LayerClass:
-        """With a rank's experts alone where passes cast weights, make codes of them, and add to their gradients."""
+        """A layer of the mesh's model with a rank's experts alone where passes cast weights, make codes of them, and
+        add to their gradients."""
         if key.ep == 1:
             return found
         kinds = found.weights.tensors.kinds.items()
@@ -241,7 +243,7 @@ class MeshModel:
         )
 
     def _coding(self, found: LayerClass, ep: int) -> Coding:
-        """Of a rank's experts: as many tokens in all go through fewer of them."""
+        """Coding of a rank's experts in the mesh's model: as many tokens in all go through fewer of them."""
         mine = []
         for one in found.matmuls:
             number = _EXPERT.search(one.fqn)
@@ -260,7 +262,7 @@ class MeshModel:
         return LayerParts(found, LayerMemory(activations=kind), setting, shape, recipe, self.rates, NO_LINKS, matmuls)
 
     def _head(self, rows: int, key: ShapeKey) -> PassSeconds:
-        """Head and loss, with what is around the layers."""
+        """Head and loss of the mesh's model, with what is around the layers."""
         shape = self.shape(key)
         found = self._parts(shape.rest, rows, "keep", key)
         forward, backward = found.forward_s(), sum(found.backward().values())
@@ -272,7 +274,7 @@ class MeshModel:
         return PassSeconds(forward + third + loss / 2, 0.0, backward + third + loss / 2, third)
 
     def update_s(self, weights: Weights, moments: str, key: ShapeKey, shards: int) -> float:
-        """Seconds of the optimizer, for a rank's part of some weights."""
+        """Seconds of the optimizer for a mesh rank's part of some weights."""
         found = LayerClass("rank", (-1,), weights, weights.count)
         shape, recipe = self.shape(key), self.recipe_with(key.master)
         config = self.config(MeshSetting(MeshSizes(dp_shard=shards), Pipeline(1), 1, 1, "keep", moments, key.master))
@@ -281,31 +283,33 @@ class MeshModel:
         return sum(parts.update().values())
 
     def _part(self, held: StageLayers, key: ShapeKey, shards: int) -> Weights:
-        """Of what a rank holds, its part."""
+        """A rank's part of what it holds of the mesh's model."""
         return self.weights(held, key).part(shards)
 
     def weights(self, held: StageLayers, key: ShapeKey) -> Weights:
-        """Whole, of what a rank holds; a head that reads the embedding's matrix has a copy of it."""
+        """Whole weights of what a mesh rank holds; a head that reads the embedding's matrix has a copy of it."""
         shape = part_of(self.shape(key), held)
         of_layers = (found.weights.times(found.count) for found in shape.classes)
         return sum(of_layers, Weights()) + shape.embedding + shape.head
 
     def flops(self) -> float:
-        """FLOPs of a token of a step, forward and backward, what is computed again left out: as MFU counts them."""
+        """FLOPs of a token of a step of the mesh's model, forward and backward, what is computed again left out: as MFU
+        counts them."""
         shape = self.whole
         layers = sum(found.count * (found.matmul_flops + found.attention_flops) for found in shape.classes)
         return 3 * layers / shape.seq_len + 6.0 * shape.dim * shape.vocab_size
 
 
 def _spread_over(weights: Weights, ep: int) -> Weights:
-    """Kinds that are one then (a shared expert's matrices beside those of others) count together."""
+    """Kinds of weights of the mesh's model that are one when experts are spread (a shared expert's matrices beside
+    those of others), counted together."""
     kinds = weights.tensors.kinds.items()
     found = (Tensors({kind._replace(spread=min(kind.spread, ep)): number}) for kind, number in kinds)
     return replace(weights, tensors=sum(found, Tensors()))
 
 
 def part_of(shape: ModelShape, held: StageLayers) -> ModelShape:
-    """The model as a rank has it: some of its layers, and its ends or not."""
+    """The model as a mesh rank has it: some of its layers, and its ends or not."""
     pairs = zip(shape.classes, held.counts, strict=True)
     classes = tuple(replace(found, indices=found.indices[:count]) for found, count in pairs if count)
     rest = shape.rest if held.last else LayerClass("rest", (-1,), Weights(), 0)

@@ -45,54 +45,54 @@ class MeshStep:
 
     @property
     def setting(self) -> MeshSetting:
-        """Which it is."""
+        """The mesh setting of a step that the search simulated."""
         return self.costs.setting
 
     @property
     def simulated(self) -> SimulatedStep | None:
-        """The simulated passes of a row with stages."""
+        """The simulated passes of a row with stages, of a step in the mesh search."""
         return None if self.table is None else self.costs.simulated(self.table)
 
     @cached_property
     def worst(self) -> RankMemory:
-        """Memory of the rank that needs most."""
+        """Memory of the rank that needs most, in a step of the mesh search."""
         return max(self.memory, key=lambda rank: rank.peak)
 
     @property
     def fits(self) -> bool:
-        """True if each rank has enough memory."""
+        """True if each rank of the mesh has enough memory, in a step of the search."""
         return self.worst.peak <= self.budget_bytes
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step of the mesh search."""
         setting, seq_len = self.setting, self.costs.model.whole.seq_len
         return setting.rows * setting.count * setting.sizes.data * seq_len
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s of all ranks."""
+        """Tokens/s of all ranks of a mesh that the search simulated."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the published peak."""
+        """MFU of a mesh that the search simulated: share of the published peak."""
         flops = self.tokens_per_s * self.costs.model.flops()
         return flops / (self.setting.sizes.world * self.peak_flops)
 
     @property
     def idle(self) -> float:
-        """Share of the ranks' time in which they wait for other stages."""
+        """Share of the mesh's time in which ranks wait for other stages, in a step of the search."""
         return self.parts["idle"]
 
     @property
     def exposed(self) -> float:
-        """Share of the ranks' time in which they only communicate, on average."""
+        """Share of the mesh's time in which ranks only communicate, on average, in a step of the search."""
         return self.parts["communication"]
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Shares of the ranks' time; they add up to one."""
+        """Shares of the mesh's time by what ranks do, in a step of the search; they add up to one."""
         ranks, count = self.costs.ranks, self.setting.count
         mean = {
             name: count * math.fsum(getattr(one, name) for one in ranks) / len(ranks)
@@ -143,7 +143,7 @@ class MeshSearch:
         self._alone = cache(self._rank_alone)
 
     def best(self, number: int, formats: Sequence[tuple[str, str]]) -> BestMeshes:
-        """The fastest settings that fit, with the first formats of the optimizer with which anything does.
+        """Search for the fastest settings that fit, with the first formats of the optimizer with which anything does.
 
         Args:
             number: of settings that are wanted.
@@ -159,17 +159,17 @@ class MeshSearch:
         return BestMeshes((), self.nearest(*formats[-1]), tried, 0, formats[-1])
 
     def nearest(self, moments: str, master: str) -> MeshStep:
-        """The setting whose worst rank takes the fewest bytes."""
+        """Search for the mesh setting whose worst rank takes the fewest bytes."""
         *_, found = self._shrinking(moments, master, math.inf)
         return found
 
     def fits(self, moments: str, master: str) -> bool:
-        """True if a setting fits."""
+        """True if the search finds that a mesh setting fits."""
         return next(self._shrinking(moments, master, math.nextafter(self._budget, math.inf)), None) is not None
 
     def _shrinking(self, moments: str, master: str, below: float) -> Iterator[MeshStep]:
-        """Settings, each with a worst rank that takes fewer bytes than the one before and than `below`. In the order of
-        what settings take at least, until no other can take less."""
+        """Search of settings, each with a worst rank that takes fewer bytes than the one before and than `below`. In
+        the order of what settings take at least, until no other can take less."""
         groups = enumerate(self._space.settings(moments, master))
         for least, _, _, group in sorted((self._static(one), one.rows, place, one) for place, one in groups):
             if least >= below:
@@ -184,7 +184,7 @@ class MeshSearch:
                     yield step
 
     def all(self, moments: str, master: str) -> Iterator[MeshStep]:
-        """Every setting, simulated."""
+        """Search without bounds: every setting, simulated."""
         groups = self._space.settings(moments, master)
         yield from (self.simulated(self._costs(one, kind)) for one in groups for kind in self._space.kinds)
 
@@ -197,11 +197,12 @@ class MeshSearch:
         return MeshCosts(self._rates, setting)
 
     def _spread(self, pipeline: Pipeline, rows: int, kind: Activations, sizes: MeshSizes) -> tuple[int, ...]:
-        """Layers over stages such that ranks take as long."""
+        """Layers over stages such that ranks take as long, for a setting of the mesh search."""
         return spread_layers(MeshCosts(self._rates, MeshSetting(sizes, pipeline, rows, 1, kind, "fp32", "fp32")))
 
     def _static(self, group: MeshSetting) -> float:
-        """Bytes that a setting takes at least, whatever it keeps: of a rank with as many layers as others."""
+        """The search's bound on memory: bytes that a setting takes at least, whatever it keeps, of a rank with as many
+        layers as others."""
         sizes, whole = group.sizes, group.sizes.pp > 1 or (group.count > 1 and not group.reduce_each)
         key = self._model.key(group.master, sizes)
         return self._least(sizes.pp, sizes.dp_shard, key, group.moments, whole)
@@ -218,8 +219,8 @@ class MeshSearch:
         return (part.stored + states + gradients + gathered) / pp
 
     def _climb(self, groups: Sequence[MeshSetting], number: int) -> tuple[list[MeshStep], int]:
-        """The best of them, and how many were simulated. A group is a setting with all that it may keep: its bound is
-        that of keeping everything, until it is its turn."""
+        """The best of the search's settings, and how many were simulated. A group is a setting with all that it may
+        keep: its bound is that of keeping everything, until it is its turn."""
         queue: list[tuple[float, int, str, MeshCosts]] = []
         for place, group in enumerate(groups):
             if self._static(group) <= self._budget:
@@ -251,7 +252,7 @@ class MeshSearch:
         return [step for _, _, step in sorted(found, key=lambda entry: (-entry[0], -entry[1]))], simulated
 
     def simulated(self, one: MeshCosts) -> MeshStep:
-        """A setting, its passes in the order of its schedule's table."""
+        """A setting of the mesh search simulated, its passes in the order of its schedule's table."""
         if one.setting.sizes.pp == 1:
             return self.priced(one, one.bound_s, None)
         asked = one.setting.without_layers(), one.simulated_count
@@ -262,13 +263,13 @@ class MeshSearch:
         return replace(self.priced(one, seconds, self._flights[asked]), table=table)
 
     def priced(self, one: MeshCosts, seconds: float, flights: Sequence[InFlight] | None) -> MeshStep:
-        """A setting that takes so long; without a table what is in flight is taken from formulas."""
+        """A setting of the mesh search that takes so long; without a table what is in flight is taken from formulas."""
         flights = flights or flights_of(one.setting)
         memory = tuple(self._memory(one, rank, flight) for rank, flight in enumerate(flights))
         return MeshStep(one, seconds, memory, self._budget, self._peak)
 
     def _may_fit(self, one: MeshCosts) -> bool:
-        """By formulas, the ranks with both ends of the model first."""
+        """True if a setting of the mesh search may fit by formulas, the ranks with both ends of the model first."""
         flights = flights_of(one.setting)
         order = sorted(range(len(flights)), key=lambda rank: (not one.held[rank].last, rank))
         return all(self._memory(one, rank, flights[rank]).peak <= self._budget for rank in order)
@@ -286,8 +287,8 @@ class MeshSearch:
 
 
 def flights_of(setting: MeshSetting) -> list[InFlight]:
-    """Micro-batches in flight on each rank of a row, from the formulas of schedules: at least what their tables
-    have."""
+    """Mesh search: mmicro-batches in flight on each rank of a row, from the formulas of schedules: at least what their
+    tables have."""
     p, m, pipeline = setting.pipeline.pp, setting.count, setting.pipeline
     if pipeline.schedule == "1f1b":
         return [InFlight(float(in_flight_of_1f1b(p, m, rank))) for rank in range(p)]
@@ -297,7 +298,7 @@ def flights_of(setting: MeshSetting) -> list[InFlight]:
 
 
 def in_flight_of(step: SimulatedStep) -> tuple[InFlight, ...]:
-    """Micro-batches in flight on each rank of a row, from the table."""
+    """Mesh search: micro-batches in flight on each rank of a row, from the table."""
     costs, found = step.costs.passes, []
     for rank, row in enumerate(step.table.rows):
         mine = sum(costs.shares[0][stage] for stage, of in enumerate(step.table.rank_of) if of == rank)

@@ -35,11 +35,11 @@ class MeshSetting:
 
     @property
     def ep_stride(self) -> int:
-        """Between ranks that have other experts: they are neighbours in `dp_shard`."""
+        """The stride of a mesh setting between ranks that have other experts: they are neighbours in `dp_shard`."""
         return self.sizes.tp
 
     def settings(self) -> dict[str, object]:
-        """The setting's values, as a recipe names them."""
+        """The mesh setting's values, as a recipe names them."""
         sizes = self.sizes
         found: dict[str, object] = {f"parallel.{axis}": getattr(sizes, axis) for axis in ("pp", "tp", "ep")}
         found |= {"parallel.dp_replicate": sizes.dp_replicate, "parallel.dp_shard": sizes.dp_shard}
@@ -58,25 +58,25 @@ class MeshSetting:
         return {name: value for name, value in found.items() if value != _USUAL.get(name)}
 
     def mesh_words(self) -> str:
-        """The mesh in words: its axes of more than one rank."""
+        """The mesh of a setting in words: its axes of more than one rank."""
         names = ("pp", "dp_replicate", "dp_shard", "tp", "ep")
         words = [f"{axis} {getattr(self.sizes, axis)}" for axis in names if getattr(self.sizes, axis) > 1]
         return ", ".join(words) or "one rank"
 
     def schedule_words(self) -> str:
-        """Order of passes; empty without stages."""
+        """The schedule of a mesh setting in words: order of passes; empty without stages."""
         if self.sizes.pp == 1:
             return ""
         return self.pipeline.schedule + (f" x{self.pipeline.virtual}" if self.pipeline.virtual > 1 else "")
 
     def optimizer_words(self) -> str:
-        """Formats of the optimizer, and of what is sent to it."""
+        """The optimizer's formats of a mesh setting in words, and of what is sent to it."""
         master = "" if self.master == "fp32" else f", {self.master} weights"
         wire = "" if self.wire == "fp32" else f", gradients sent in {self.wire}"
         return f"{self.moments} moments{master}{wire}"
 
     def __str__(self) -> str:
-        """In few words."""
+        """The mesh setting in few words."""
         parts = [
             self.mesh_words(),
             self.schedule_words(),
@@ -87,16 +87,16 @@ class MeshSetting:
 
     @property
     def recomputed(self) -> str:
-        """`train.activation_checkpoint`."""
+        """The mesh setting's `train.activation_checkpoint`."""
         return _MODES[self.activations]
 
     def without_layers(self) -> Pipeline:
-        """The pipeline without its layers, as schedules see it."""
+        """The pipeline of a mesh setting without its layers, as schedules see it."""
         return replace(self.pipeline, layers=())
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number of things.
+    """A number of things, counted in words for a mesh setting.
 
     Example:
         >>> counted(1, "row"), counted(2, "micro-batch", "es")

@@ -43,7 +43,7 @@ class RankMemory:
     """By phase and owner, as a plan has them."""
 
     def with_flight(self, extra: "Extra", flight: InFlight) -> "RankMemory":
-        """This memory with what a schedule has in flight."""
+        """This memory of a rank with what a schedule has in flight."""
         more = (flight.micro_batches - 1) * extra.kept + flight.waiting * extra.waiting
         found = {
             name: {**owners, "activations": owners["activations"] + more, "work": owners["work"] + extra.received}
@@ -55,17 +55,17 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> float:
-        """Bytes of the busiest phase."""
+        """Bytes of a rank's memory in the busiest phase."""
         return max(sum(owners.values()) for owners in self.phases.values())
 
     @property
     def peak_phase(self) -> str:
-        """Which that is."""
+        """The busiest phase of a rank's memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def owners(self) -> Owners:
-        """Bytes of the busiest phase, by owner."""
+        """Bytes of a rank's memory in the busiest phase, by owner."""
         return self.phases[self.peak_phase]
 
 
@@ -126,7 +126,7 @@ def _row(
     config: GlobalConfig,
     shape: ModelShape,
 ) -> PlanRow:
-    """Bytes alone: seconds are those of passes."""
+    """A row of the rank's memory, bytes alone: seconds are those of passes."""
     is_end = found.indices == (-1,)
     choice = LayerMemory() if is_end else LayerMemory(activations=setting.activations)
     recipe = model.recipe_with(setting.master)
@@ -136,8 +136,8 @@ def _row(
 
 
 def _waiting_bytes(shape: ModelShape, setting: MeshSetting) -> float:
-    """Of a micro-batch: gradients of the outputs of all matmuls of a rank's layers, which those of weights are made of;
-    their inputs are among the activations."""
+    """Bytes of a rank's memory that wait per micro-batch: gradients of the outputs of all matmuls of its layers, which
+    those of weights are made of; their inputs are among the activations."""
     tokens, total = setting.rows * shape.seq_len, 0.0
     for found in shape.classes:
         outputs = (gemm.share * gemm.num_out for gemm in found.matmuls if not gemm.frozen)

@@ -34,7 +34,7 @@ class MeshChange:
 
     @property
     def words(self) -> str:
-        """The changes as they are typed."""
+        """The changes that searches of a recipe advise, as they are typed."""
         return " ".join(f"--{name} {value}" for name, value in self.settings.items())
 
 
@@ -65,29 +65,30 @@ class MeshFinder:
     """Of the model, where another finder has them."""
 
     def with_rates(self, model: MeshModel | None = None) -> "MeshFinder":
-        """This finder with the model's costs, which searches share. `model`: on this machine, where another finder has
-        it."""
+        """Searches of a recipe with other rates: this finder with the model's costs, which they share. `model`: on this
+        machine, where another finder has it."""
         model = model or MeshModel(self.recipe, self.vocab_size, self.machine, self.ceilings)
         return replace(self, rates=MeshRates(model, self.cluster))
 
     @property
     def model(self) -> MeshModel:
-        """The costs of the recipe's model on this machine."""
+        """The costs of the recipe's model on this machine, which its searches share."""
         assert self.rates is not None
         return self.rates.model
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on what the model's shape does not know."""
+        """Notes of a recipe's searches on what the model's shape does not know."""
         return self.model.whole.notes
 
     def space(self) -> Space:
-        """The settings that may be chosen."""
+        """The space of settings that a recipe's searches choose from."""
         space = Space.of(self.model, self.cluster.world, self.cluster.gpus)
         return replace(space, batch=self.recipe.train.global_batch_size, wire=self.recipe.parallel.grad_sync)
 
     def best(self, number: int) -> BestMeshes:
-        """The fastest settings that fit, with narrower formats of the optimizer where the recipe's do not.
+        """Search a recipe's meshes for the fastest settings that fit, with narrower formats of the optimizer where the
+        recipe's do not.
 
         Raises:
             ConfigError: no mesh fills the world.
@@ -95,7 +96,8 @@ class MeshFinder:
         return self._search().best(number, self._formats())
 
     def nearest(self) -> MeshStep:
-        """The mesh whose worst rank takes the fewest bytes, with the narrowest formats of the optimizer.
+        """Search a recipe's meshes for the one whose worst rank takes the fewest bytes, with the narrowest formats of
+        the optimizer.
 
         Raises:
             ConfigError: no mesh fills the world.
@@ -103,7 +105,7 @@ class MeshFinder:
         return self._search().nearest(*self._formats()[-1])
 
     def fits(self) -> bool:
-        """True if some mesh does, with the narrowest formats of the optimizer.
+        """True if a recipe's search finds some mesh that fits, with the narrowest formats of the optimizer.
 
         Raises:
             ConfigError: no mesh fills the world.
@@ -111,7 +113,7 @@ class MeshFinder:
         return self._search().fits(*self._formats()[-1])
 
     def nearest_memory(self) -> float:
-        """Bytes of a rank's device with which that one fits."""
+        """Bytes of a rank's device with which the nearest mesh of a recipe's search fits."""
         kept = self.nearest().worst.peak - FRAGMENTS * self.budget_bytes  # an allocator's share is one of the budget
         return kept / (1 - FRAGMENTS) / (1 - self.recipe.plan.margin)
 
@@ -122,19 +124,20 @@ class MeshFinder:
         return MeshSearch(self.rates, space, self.budget_bytes, self.peak_flops, self.tables)
 
     def _formats(self) -> list[tuple[str, str]]:
-        """Moments and master weights, the recipe's first and then narrower ones."""
+        """Formats of the optimizer that a recipe's searches try: moments and master weights, the recipe's first and
+        then narrower ones."""
         own = (self.recipe.optim.moments, self.recipe.optim.master_weights)
         pairs = ((one["optim.moments"], one.get("optim.master_weights", own[1])) for one in narrower(self.recipe))
         return [own, *pairs]
 
     def with_settings(self, settings: Mapping[str, Any]) -> "MeshFinder":
-        """This finder, for the recipe with other settings."""
+        """Searches of the recipe with other settings."""
         other = replace(self, recipe=changed(self.recipe, settings))
         return other if settings.keys() <= _SAME_COSTS else other.with_rates()
 
     def changes(self, found: MeshStep) -> tuple[MeshChange, ...]:
-        """Changes that would make the best mesh faster, the one that gains most first. All of it changes what is
-        learned: what does not was searched.
+        """Changes of the recipe that would make the best mesh of its search faster, the one that gains most first. All
+        of it changes what is learned: what does not was searched.
 
         Args:
             found: the best mesh of the recipe as it is.
@@ -151,7 +154,8 @@ class MeshFinder:
 
 
 def _candidates(recipe: Recipe, found: MeshStep) -> Iterator[dict[str, Any]]:
-    """Worth trying: fewer bytes that are sent, kept or multiplied, and more rows per step."""
+    """Changes of a recipe that are worth a search: fewer bytes that are sent, kept or multiplied, and more rows per
+    step."""
     if recipe.parallel.grad_sync == "fp32" and found.parts["communication"] > WORTH - 1:
         yield {"parallel.grad_sync": "bf16"}
         yield {"parallel.grad_sync": "fp8"}

@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def row_of(place: int, step: MeshStep) -> list[str]:
-    """One row of the table of the best settings."""
+    """One row of the table of the best settings in a search's answer."""
     one = step.setting
     return [
         str(place), one.mesh_words(), one.schedule_words() or "-", f"{one.count} x {one.rows}",
@@ -30,14 +30,15 @@ def row_of(place: int, step: MeshStep) -> list[str]:
 
 
 def binds(step: MeshStep) -> str:
-    """The cause that takes most of a step's time, beside computation that any setting has."""
+    """The bottleneck in a search's answer: the cause that takes most of a step's time, beside computation that any
+    setting has."""
     parts = {name: share for name, share in step.parts.items() if name != "computation"}
     most = max(parts, key=lambda name: parts[name])
     return f"{most} ({format_share(parts[most])})" if parts[most] >= 0.01 else "computation"
 
 
 def why_lost(first: MeshStep, other: MeshStep) -> str:
-    """The cause on which another setting spends more time than the first one."""
+    """Why a setting lost in a search's answer: the cause on which it spends more time than the first one."""
     more = {name: other.seconds * share - first.seconds * first.parts[name] for name, share in other.parts.items()}
     most = max(more, key=lambda name: more[name])
     slower = other.seconds / first.seconds - 1
@@ -47,7 +48,7 @@ def why_lost(first: MeshStep, other: MeshStep) -> str:
 
 
 def verdict(found: BestMeshes, world: int, on: str) -> str:
-    """The answer in a sentence."""
+    """The search's answer in a sentence."""
     best = found.best[0]
     return (
         f"{on} x {world}: {format_seconds(best.seconds)} a step, {format_count(best.tokens_per_s)} tokens/s, "
@@ -57,7 +58,7 @@ def verdict(found: BestMeshes, world: int, on: str) -> str:
 
 
 def miss_words(step: MeshStep) -> str:
-    """The nearest miss in words: the memory that it takes, and of what most."""
+    """The nearest miss in a search's answer, in words: the memory that it takes, and of what most."""
     owners = step.worst.owners
     largest = sorted(owners, key=lambda owner: -owners[owner])[:3]
     parts = ", ".join(f"{owner} {format_bytes(owners[owner])}" for owner in largest)
@@ -65,7 +66,8 @@ def miss_words(step: MeshStep) -> str:
 
 
 def refused_by_train(recipe: Recipe, step: MeshStep) -> dict[str, str]:
-    """Settings that `train` does not take together with the recipe's others, each with the reason."""
+    """Settings of a search's answer that `train` does not take together with the recipe's others, each with the
+    reason."""
     settings = step.setting.settings()
     found: dict[str, str] = {}
     for one in conflicts(changed(recipe, settings)):
@@ -75,7 +77,7 @@ def refused_by_train(recipe: Recipe, step: MeshStep) -> dict[str, str]:
 
 
 def recipe_text(name: str, recipe: Recipe, step: MeshStep, head: Sequence[str]) -> str:
-    """TOML of a recipe with these settings, on top of another one.
+    """The recipe in a search's answer: TOML with these settings, on top of another one.
 
     Args:
         name: of that.
@@ -93,7 +95,7 @@ def recipe_text(name: str, recipe: Recipe, step: MeshStep, head: Sequence[str]) 
 
 
 def numbers(step: MeshStep) -> dict[str, str]:
-    """Numbers of one setting, by name."""
+    """Numbers of one setting of a search's answer, by name."""
     return {
         "step": format_seconds(step.seconds),
         "tokens/s": format_count(step.tokens_per_s),
@@ -106,18 +108,18 @@ def numbers(step: MeshStep) -> dict[str, str]:
 
 
 def compared(step: MeshStep, other: Mapping[str, str]) -> list[list[str]]:
-    """Rows of a table of one setting and another recipe's."""
+    """Rows of a table in a search's answer that compares one setting with another recipe's."""
     return [[name, text, other.get(name, "-")] for name, text in numbers(step).items()]
 
 
 def change_row(change: MeshChange) -> list[str]:
-    """The option to type, and the best mesh with it."""
+    """The row of a change in a search's answer: the option to type, and the best mesh with it."""
     step = change.step
     return [change.words, format_count(step.tokens_per_s), format_share(change.gain - 1), str(step.setting)]
 
 
 def to_json(found: BestMeshes, changes: Sequence[MeshChange] = ()) -> dict[str, object]:
-    """Numbers of the best, and of what would be faster."""
+    """The search's answer for JSON: numbers of the best, and of what would be faster."""
     faster = [
         {"settings": dict(one.settings), "tokens_per_s": one.step.tokens_per_s, "gain": one.gain} for one in changes
     ]

@@ -51,13 +51,13 @@ class Space:
 
     @staticmethod
     def of(model: MeshModel, world: int, gpus: int) -> "Space":
-        """The space of settings for a model and its recipe's batch."""
+        """The space of mesh settings for a model and its recipe's batch."""
         recipe, layers = model.recipe, model.whole.num_layers
         batch, wire = recipe.train.global_batch_size, recipe.parallel.grad_sync
         return Space(world, gpus, layers, *_cut(model.decoder), model.experts, batch, wire)
 
     def check(self) -> None:
-        """Raise where no mesh fills the world.
+        """Check the space of settings: raise where no mesh fills the world.
 
         Raises:
             ConfigError: none does.
@@ -73,7 +73,7 @@ class Space:
             )
 
     def meshes(self) -> Iterator[MeshSizes]:
-        """The meshes that fill the world."""
+        """The meshes of the space of settings: those that fill the world."""
         for pp in _divisors(self.world, min(self.layers, MOST_PP)):
             for tp in _divisors(self.world // pp, self.gpus):
                 if self.gpus % tp or self.heads % tp:
@@ -89,7 +89,7 @@ class Space:
                             yield MeshSizes(pp=pp, dp_replicate=data // shard, dp_shard=shard, tp=tp, ep=ep)
 
     def pipelines(self, pp: int) -> Iterator[Pipeline]:
-        """Schedules of so many ranks in a row."""
+        """The pipelines of the space of settings: schedules of so many ranks in a row."""
         if pp == 1:
             yield Pipeline(1)
             return
@@ -99,7 +99,8 @@ class Space:
                     yield Pipeline(pp, name, virtual)
 
     def settings(self, moments: str, master: str) -> Iterator[MeshSetting]:
-        """All of them, with these formats of the optimizer; each stands for all `kinds` of what may be kept."""
+        """All settings of the space, with these formats of the optimizer; each stands for all `kinds` of what may be
+        kept."""
         for sizes in self.meshes():
             each = self.batch // sizes.data
             for rows in (one for one in _powers(MOST_ROWS) if each % one == 0):
@@ -114,7 +115,8 @@ class Space:
 
 
 def _cut(config: DecoderConfig | None) -> tuple[int, int]:
-    """Numbers that have to divide where matrices are cut: numbers of heads, and widths (`parallel.inside.tensor`)."""
+    """Numbers that have to divide in the space of settings where matrices are cut: numbers of heads, and widths
+    (`parallel.inside.tensor`)."""
     if config is None:
         return 1, 1
     if config.layers:

@@ -45,7 +45,7 @@ class Exposed:
 
     @property
     def total(self) -> float:
-        """The sum of both."""
+        """Exposed seconds of a setting's step: the sum of both."""
         return self.gather + self.reduce
 
 
@@ -69,14 +69,14 @@ class MeshRates:
         in copies and shards alone have the same ones, and so have searches that differ in what is sent or stored."""
 
     def _held(self, pipeline: Pipeline) -> tuple[tuple[StageLayers, ...], tuple[StageLayers, ...]]:
-        """The layers that stages hold, and the work of ranks."""
+        """The layers that stages of a setting hold, and the work of ranks in its step."""
         whole = self.model.whole
         ranges = pipeline.split(whole.num_layers, whole.layer_costs, whole.end_costs)
         stages = tuple(self.model.layers_of(ranges, [stage]) for stage in range(len(ranges)))
         return stages, tuple(self.model.layers_of(ranges, pipeline.stages_of(rank)) for rank in range(pipeline.pp))
 
     def _layer(self, place: int, one: "PassKey") -> PassSeconds:
-        """Of a layer of the class at this place, with its traffic."""
+        """Seconds of a layer in a setting's step, of the class at this place, with its traffic."""
         found = self.model.passes(place, one.rows, one.activations, one.shape)
         there, again, back = self._traffic(place, one)
         again = 0.0 if one.activations == "keep" else again
@@ -85,7 +85,8 @@ class MeshRates:
         )
 
     def _traffic(self, place: int, one: "PassKey") -> tuple[float, float, float]:
-        """Of a layer forward, where it is computed again, and backward: rows of tokens that ranks exchange."""
+        """Traffic of a layer in a setting's step, forward, where it is computed again, and backward: rows of tokens
+        that ranks exchange."""
         shape, tp, ep = self.model.whole, one.shape.tp, one.shape.ep
         found, recipe = shape.classes[place], self.model.recipe
         passes = cut_layer(found, shape, recipe, one.rows, tp, one.shape.shards)
@@ -95,21 +96,21 @@ class MeshRates:
         return there, again, back
 
     def _cut_s(self, traffic: RankTraffic, tp: int, ep: int = 1) -> float:
-        """Of exchanges between ranks with other parts of matrices or other experts; a sum that all have is both of the
-        others."""
+        """Seconds of a setting's step in exchanges between ranks with other parts of matrices or other experts; a sum
+        that all have is both of the others."""
         whole = (traffic.gather, traffic.scatter, 2 * traffic.reduce)
         there_and_back = 2 * self.cluster.exchange_s(traffic.exchange / 2, ep, 1)
         return sum(self.cluster.ring_s(size, tp, 1) for size in whole) + there_and_back
 
     def _head(self, one: "PassKey") -> PassSeconds:
-        """Of the head, with what ranks exchange at both ends of the model."""
+        """Seconds of the head in a setting's step, with what ranks exchange at both ends of the model."""
         found, tp = self.model.head(one.rows, one.shape), one.shape.tp
         ends = cut_ends(self.model.whole, self.model.recipe, one.rows, tp, one.shape.shards)
         there, back = self._cut_s(ends.forward, tp), self._cut_s(ends.backward, tp)
         return found.plus(PassSeconds(there, 0.0, back, 0.0, there + back))
 
     def _stage(self, held: StageLayers, one: "PassKey") -> PassSeconds:
-        """Of one micro-batch in some layers and ends."""
+        """Seconds of one micro-batch of a setting's step in some layers and ends."""
         found = PassSeconds()
         for place, count in enumerate(held.counts):
             if count:
@@ -117,12 +118,12 @@ class MeshRates:
         return found.plus(self._head(one)) if held.last else found
 
     def _update_s(self, held: StageLayers, setting: "UpdateKey") -> float:
-        """Of the optimizer."""
+        """Seconds of the optimizer in a setting's step."""
         weights = self.model.weights(held, setting.shape)
         return self.model.update_s(weights, setting.moments, setting.shape, setting.dp_shard)
 
     def _exposed(self, held: StageLayers, one: "PassKey", count: int, sizes: MeshSizes, sums: "SumKey") -> Exposed:
-        """Of shards and copies, what is not hidden."""
+        """Exposed seconds of a setting's step: of shards and copies, what is not hidden."""
         gather = reduce = 0.0
         reduce_each, wire = sums
         alone, shape, shards = sizes.pp == 1, self.model.shape(one.shape), sizes.dp_shard
@@ -156,7 +157,8 @@ class MeshRates:
         return Exposed(gather, reduce)
 
     def _summed_s(self, num_bytes: float, sizes: MeshSizes, wire: WireName) -> float:
-        """Of FP32 gradients over shards. In a wire format each rank sends the others theirs, which add them."""
+        """Seconds of a setting's step to sum FP32 gradients over shards. In a wire format each rank sends the others
+        theirs, which add them."""
         if wire == "fp32":
             return self._over_shards(num_bytes, sizes)
         return self.cluster.exchange_s(WIRE_SHARE[wire] * num_bytes, *self._sharing(sizes))
@@ -165,7 +167,8 @@ class MeshRates:
         return self.cluster.ring_s(num_bytes, *self._sharing(sizes))
 
     def _sharing(self, sizes: MeshSizes) -> tuple[int, int]:
-        """Ranks that share most of a layer, and how far they are apart: of experts those too that cut matrices."""
+        """Ranks of a setting that share most of a layer, and how far they are apart: of experts those too that cut
+        matrices."""
         if self.model.shards(sizes).experts_apart:
             return sizes.dp_shard * sizes.tp, 1
         return sizes.dp_shard, sizes.tp
@@ -203,12 +206,12 @@ class MeshCosts:
 
     @property
     def model(self) -> MeshModel:
-        """The model of the run."""
+        """The model of the setting's run."""
         return self.rates.model
 
     @cached_property
     def shape_key(self) -> ShapeKey:
-        """The key of a rank's part of the model."""
+        """The key of a rank's part of the model under a setting."""
         return self.model.key(self.setting.master, self.setting.sizes)
 
     @cached_property
@@ -219,28 +222,28 @@ class MeshCosts:
 
     @cached_property
     def held(self) -> tuple[StageLayers, ...]:
-        """The layers that each rank of a row holds."""
+        """The layers that each rank of a row holds under a setting."""
         return self.rates.held(self.setting.pipeline)[1]
 
     @cached_property
     def stages(self) -> list[PassSeconds]:
-        """Seconds of one micro-batch in each stage."""
+        """Seconds of one micro-batch of a setting's step in each stage."""
         return [self.rates.stage(held, self.key) for held in self.rates.held(self.setting.pipeline)[0]]
 
     @cached_property
     def ranks(self) -> list[PassSeconds]:
-        """Seconds of one micro-batch on each rank of a row."""
+        """Seconds of one micro-batch of a setting's step on each rank of a row."""
         return [self.rates.stage(held, self.key) for held in self.held]
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of the update on the rank that takes longest."""
+        """Seconds of the update in a setting's step, on the rank that takes longest."""
         key = UpdateKey(self.setting.moments, self.setting.sizes.dp_shard, self.shape_key)
         return max(self.rates.update_s(held, key) for held in dict.fromkeys(self.held))
 
     @cached_property
     def exposed(self) -> Exposed:
-        """Exposed exchanges of shards and copies, on the rank that waits longest."""
+        """Exposed exchanges of shards and copies in a setting's step, on the rank that waits longest."""
         one = self.setting
         found = [
             self.rates.exposed(held, self.key, one.count, one.sizes, SumKey(one.reduce_each, one.wire))
@@ -252,14 +255,15 @@ class MeshCosts:
 
     @cached_property
     def least_s(self) -> float:
-        """A step takes no less, whatever is kept, and however layers are split: the passes of a rank on average."""
+        """The bound of a setting: its step takes no less, whatever is kept, and however layers are split: the passes of
+        a rank on average."""
         total = sum(one.total - one.recompute for one in self.stages)
         return self.setting.count * total / self.setting.pipeline.pp
 
     @cached_property
     def bound_s(self) -> float:
-        """A step takes no less: of each rank all its passes, after the first forward pass has reached it, and before
-        the last backward pass has left it."""
+        """The bound of a setting: its step takes no less: of each rank all its passes, after the first forward pass has
+        reached it, and before the last backward pass has left it."""
         count, defers = self.setting.count, self.setting.pipeline.defers
         first = {self.setting.pipeline.rank_of(stage): stage for stage in range(len(self.stages) - 1, -1, -1)}
         fills = [0.0, *itertools.accumulate(one.forward for one in self.stages)]
@@ -274,12 +278,12 @@ class MeshCosts:
 
     @property
     def simulated_count(self) -> int:
-        """Micro-batches of the table that is simulated."""
+        """Micro-batches of the table that is simulated of a setting's step."""
         pp, count = self.setting.pipeline.pp, self.setting.count
         return count if count <= (ROUNDS + 1) * pp else ROUNDS * pp
 
     def pass_costs(self, count: int) -> PassCosts:
-        """The costs of the passes of one row with `count` micro-batches."""
+        """A setting's costs of the passes of one row with `count` micro-batches."""
         pp = self.setting.pipeline.pp
         sums = PassSeconds()
         for one in self.stages:
@@ -289,26 +293,27 @@ class MeshCosts:
         return PassCosts(kinds, ((1.0,) * count,), (shares,), ((1.0,) * pp,))
 
     def step_costs(self, count: int) -> StepCosts:
-        """The costs of a step of one row with `count` micro-batches and their messages."""
+        """A setting's costs of a step of one row with `count` micro-batches and their messages."""
         sizes, shape = self.setting.sizes, self.model.whole
         message = self.setting.rows * shape.seq_len * shape.dim * shape.stream_bytes
         network = Network(1, inter=self.rates.cluster.hop(sizes.world // sizes.pp))
         return StepCosts(self.pass_costs(count), float(message), network)
 
     def simulated(self, table: ScheduleTable) -> SimulatedStep:
-        """A row's passes; of `simulated_count` micro-batches."""
+        """A row's passes of a setting's step, simulated; of `simulated_count` micro-batches."""
         step = SimulatedStep.of(table, self.step_costs(table.num_microbatches))
         self.rates.row_s[self.setting.without_layers(), step.costs] = step.seconds
         return step
 
     def row_s(self, table: ScheduleTable) -> float:
-        """Seconds of these passes, simulated once."""
+        """Seconds of a row's passes of a setting's step, simulated once."""
         known = self.rates.row_s.get((self.setting.without_layers(), self.step_costs(table.num_microbatches)))
         return self.simulated(table).seconds if known is None else known
 
 
 def stage_gathers(count: int, resharded: bool) -> int:
-    """Times that a stage's layers are put together in a step of so many micro-batches, in whatever order they pass it.
+    """How often in a setting's step a stage's layers are put together in a step of so many micro-batches, in whatever
+    order they pass it.
 
     Without `reshard_after_forward` once. With it they are in parts after each forward pass, and stay whole after a
     backward one (torch's runtime): a forward pass gathers except behind a backward pass, a backward pass only behind a
@@ -318,6 +323,6 @@ def stage_gathers(count: int, resharded: bool) -> int:
 
 
 def in_all(step_s: float, costs: MeshCosts) -> float:
-    """Seconds of the passes of a whole step, from those of a simulated one with fewer micro-batches."""
+    """Seconds of the passes of a setting's whole step, from those of a simulated one with fewer micro-batches."""
     more = costs.setting.count - costs.simulated_count
     return step_s + more * max(one.total for one in costs.ranks)

@@ -7,7 +7,7 @@ from tilewright.planner.simulate.mesh.search_answer import why_lost
 
 
 def step_named(found: BestMeshes, text: str) -> tuple[int, MeshStep]:
-    """The line of the table that `--why` names.
+    """The step in the search's table that `--why` names.
 
     Raises:
         ConfigError: there is none.
@@ -24,7 +24,7 @@ def step_named(found: BestMeshes, text: str) -> tuple[int, MeshStep]:
 
 
 def why(found: BestMeshes, place: int, step: MeshStep) -> list[str]:
-    """Lines of text."""
+    """Why a setting is slower than the first one, as lines of text."""
     first, one, shards = found.best[0], step.setting, step.setting.sizes.dp_shard
     lines = [f"{place}: {one}"]
     if place > 1:
