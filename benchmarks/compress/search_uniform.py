@@ -24,11 +24,11 @@ from typing import Any
 from benchmarks.common import write_result
 from benchmarks.kept_rows import KeptCases
 from tilewright.cli.load_run import open_to_export
-from tilewright.compress.budget.call_seconds import machine_clock
-from tilewright.compress.budget.held_out_rise import row_losses_of
+from tilewright.compress.budget.measure import row_losses_of
+from tilewright.compress.budget.timing import machine_clock
 from tilewright.compress.search.search_run import RECIPE, LayerSearch
-from tilewright.compress.search.search_settings import KINDS, LayerSearchSettings
-from tilewright.compress.search.table.choice_costs import measured_costs
+from tilewright.compress.search.settings import KINDS, LayerSearchSettings
+from tilewright.compress.search.table.costs import measured_costs
 from tilewright.compress.search.table.latency import model_latency
 from tilewright.core.config.load import load_recipe
 from tilewright.models.decoder.config import DecoderConfig
