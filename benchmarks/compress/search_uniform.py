@@ -6,37 +6,45 @@ keys and values are varied, and the FFN takes what is left. Beside the best of t
 cached token behind 512 others in tilewright's own runtime. `benchmarks.compress.search_predictions` holds the search to
 what it predicts.
 
-The file is written after each part; the same command continues in its folder.
+Each training is kept when it ends, and the same command continues in its folder. Latency is measured when all are
+trained: all decoders of a seed in one process, in turns, so that a ratio is of two calls that follow each other.
 
 python -m benchmarks.compress.search_uniform --work FOLDER [--steps 160] [--seeds 3] [--limits token=80%]
-    [--kinds ffn,heads] [--block-steps 100] [--shape-steps 0] [--threads 2]
+    [--kinds ffn,heads] [--block-steps 100] [--shape-steps 0] [--threads 2] [--rounds 40] [--only SEED]
 
-`--shape-steps`: of shapes that begin with the run's weights; 0: a quarter of `--steps`.
+`--shape-steps`: of shapes that begin with the run's weights; 0: a quarter of `--steps`. `--only 1` trains what seed 1
+needs and no more, so that seeds can be trained side by side.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from benchmarks.common import write_result
 from benchmarks.kept_rows import KeptCases
+from benchmarks.turns import in_turns
 from tilewright.cli.load_run import open_to_export
-from tilewright.compress.budget.measure import row_losses_of
+from tilewright.compress.budget.measure import parameters, row_losses_of
 from tilewright.compress.budget.timing import machine_clock
 from tilewright.compress.search.search_run import RECIPE, LayerSearch
 from tilewright.compress.search.settings import KINDS, LayerSearchSettings
-from tilewright.compress.search.table.costs import measured_costs
-from tilewright.compress.search.table.latency import model_latency
 from tilewright.core.config.load import load_recipe
+from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
 from tilewright.training.session import train
 
 CLAIM = "searched layers answer a cached token at 512 at least 12 % faster than the best uniform decoder of equal FLOPs"
 CONTEXT, LEAST = 512, 6
+Row = dict[str, Any]
 DESIGNS = (
     (320, 6, 5, 5), (320, 6, 5, 1), (384, 4, 6, 6), (384, 5, 6, 2), (256, 8, 4, 4), (256, 10, 4, 1), (448, 3, 7, 7),
     (320, 5, 5, 5), (320, 8, 5, 1),
@@ -85,15 +93,52 @@ class Study:
         return KeptCases(self.folder / "cases.json").of(name, measure)
 
     def of_run(self, folder: Path) -> dict[str, Any]:
-        """Held-out loss and costs of a trained run."""
+        """Held-out loss and counted costs of a trained run."""
         model = open_to_export(folder).model
-        costs = measured_costs(model, *model_latency(model, CONTEXT, machine_clock()[1]), CONTEXT)
-        return {"loss": row_losses_of(model, self.search.batches).loss, **costs}
+        counted = {
+            "flops": float(count_flops(model.config, CONTEXT).forward),
+            "parameters": float(parameters(model)),
+        }
+        return {"run": folder.name, "loss": row_losses_of(model, self.search.batches).loss, **counted}
+
+    def latencies(self, runs: Mapping[str, str]) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
+        """Seconds of a prefill and of a cached token of each trained run, turn by turn; and the bytes of its cache.
+
+        Args:
+            runs: folders by name.
+        """
+        models = {name: open_to_export(self.folder / run).model for name, run in runs.items()}
+        ids_BS = torch.zeros(1, CONTEXT, dtype=torch.int64)
+        caches = {name: model.new_cache(1, CONTEXT + 1) for name, model in models.items()}
+
+        def call(name: str, length: int) -> Callable[[], None]:
+            def run() -> None:
+                models[name].next_token_logits(ids_BS[:, :length], caches[name])
+                caches[name].advance(-length)
+
+            return run
+
+        rounds = self.args.rounds
+        with torch.no_grad(), ExitStack() as modes:
+            for model in models.values():
+                modes.enter_context(evaluation(model))
+            prefill = in_turns({name: call(name, CONTEXT) for name in models}, rounds)
+            for cache in caches.values():
+                cache.advance(CONTEXT)
+            token = in_turns({name: call(name, 1) for name in models}, 10 * rounds)
+        return {"prefill": prefill, "token": token}, {name: cache.num_bytes for name, cache in caches.items()}
 
     def found(self) -> dict[str, Any]:
-        """The shape that was found, trained from scratch."""
+        """The shape that was found, trained from scratch; and what finding it took, over one such training.
+
+        Seconds of the processor: trainings of several seeds may run side by side.
+        """
+        began = time.process_time()
         self.search.run()
-        return self.of_run(self.trained("found", self.search.out / RECIPE, {}))
+        searched = time.process_time()
+        found = self.of_run(self.trained("found", self.search.out / RECIPE, {}))
+        took = {"search_s": searched - began, "training_s": time.process_time() - searched}
+        return found | took
 
     def uniform(self, design: tuple[int, ...], flops: float) -> dict[str, Any]:
         """A design whose layers are alike, trained from scratch; {} where it has no room for an FFN."""
@@ -115,23 +160,58 @@ def ffn_width(config: DecoderConfig, flops: float) -> int:
     return _WIDTH * round(1 + (flops - without) / each)
 
 
-def of_seed(study: Study) -> dict[str, Any]:
-    """All of one seed."""
+def trained_by(study: Study) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The found shape and the uniform designs of one seed, trained.
+
+    Raises:
+        SystemExit: too few designs have room for an FFN at the FLOPs of the found shape.
+    """
     found = study.case("found", study.found)
     uniform = {str(one): study.case(str(one), lambda one=one: study.uniform(one, found["flops"])) for one in DESIGNS}
     alike = {name: row for name, row in uniform.items() if row}
     if len(alike) < LEAST:
         raise SystemExit(f"{len(alike)} designs have room for an FFN at {found['flops']:.3g} FLOPs, of {LEAST}")
-    name, best = min(alike.items(), key=lambda item: item[1]["loss"])
-    beside = {
-        "best": name,
-        "loss": found["loss"] / best["loss"] - 1,
-        **{cost: found[cost] / best[cost] - 1 for cost in ("token", "prefill", "flops", "parameters")},
-    }
+    return found, alike
+
+
+def beside(found: Row, other: Row, seconds: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> Row:
+    """The found shape over a design: shares of loss and counts, and ratios of seconds, turn by turn."""
+    shares = {key: found[key] / other[key] - 1 for key in ("loss", "flops", "parameters")}
+    ratios = {what: spread_of_ratio(of["found"], of[name]) for what, of in seconds.items()}
+    return {"name": name, **shares, **ratios}
+
+
+def spread_of_ratio(one: Sequence[float], other: Sequence[float]) -> Row:
+    """Median of one over the other, turn by turn, with quartiles.
+
+    Example:
+        >>> spread_of_ratio([1.0, 2.0, 3.0], [2.0, 2.0, 2.0])
+        {'median': 1.0, 'quartiles': [0.5, 1.5], 'turns': 3}
+    """
+    ratios = [a / b for a, b in zip(one, other, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"median": middle, "quartiles": [low, high], "turns": len(ratios)}
+
+
+def of_seed(study: Study) -> dict[str, Any]:
+    """All of one seed: the found shape beside the design of the least loss, and beside the one that answers fastest.
+
+    The second is the fastest of those whose loss is at most the found shape's; None where no design's is.
+    """
+    found, alike = trained_by(study)
+    runs = {"found": found["run"], **{name: row["run"] for name, row in alike.items()}}
+    seconds, caches = study.latencies(runs)
+    medians = {what: {name: statistics.median(of) for name, of in by.items()} for what, by in seconds.items()}
+    for name, row in {"found": found, **alike}.items():
+        row |= {what: by[name] for what, by in medians.items()} | {"cache": caches[name]}
+    best = min(alike, key=lambda name: alike[name]["loss"])
+    as_good = [name for name, row in alike.items() if row["loss"] <= found["loss"]]
+    fastest = min(as_good, key=lambda name: alike[name]["token"], default=None)
     return {
         "found": found,
         "uniform": alike,
-        "beside the best": beside,
+        "beside the best": beside(found, alike[best], seconds, best),
+        "beside the fastest as good": fastest and beside(found, alike[fastest], seconds, fastest),
     }
 
 
@@ -147,13 +227,19 @@ def main() -> None:
     parser.add_argument("--block-steps", type=int, default=100)
     parser.add_argument("--shape-steps", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", type=int)
     args = parser.parse_args()
-    seeds: dict[str, Any] = {}
-    for seed in range(args.seeds):
-        seeds[str(seed)] = of_seed(Study(args, seed))
-        asked = {name: getattr(args, name) for name in ("recipe", "steps", "limits", "kinds", "block_steps", "threads")}
-        facts = {**asked, "clock": machine_clock()[0]}
-        write_result("search_uniform", CLAIM, facts | {"seeds": seeds})
+    if args.only is not None:
+        trained_by(Study(args, args.only))
+        return
+    studies = {str(seed): Study(args, seed) for seed in range(args.seeds)}
+    for study in studies.values():
+        trained_by(study)
+    asked = {name: getattr(args, name) for name in ("recipe", "steps", "limits", "kinds", "block_steps", "rounds")}
+    facts = {**asked, "clock": machine_clock()[0]}
+    seeds = {name: of_seed(study) for name, study in studies.items()}
+    write_result("search_uniform", CLAIM, facts | {"seeds": seeds})
 
 
 if __name__ == "__main__":

@@ -84,10 +84,13 @@ def smaller() -> Iterator[Row]:
     yield from of("prune_predicted", _predicted)
     yield from of("prune_images", _images)
     yield from of("compress_path_*", _paths)
+    yield from of("compress_minutes_*", _minutes)
     times = "sets of cuts whose predicted time is within 15 % of the measured one"
     yield from of("plan_latency", _predicted_times, absent=[("plan_latency", times, "at least 20 of 20")])
     token = "one cached token of a model with FFN and heads -25 %, beside the whole one in the same runtime and format"
     yield from of("token_speed_*", _tokens, absent=[("token_speed", token, "at least 1.2x")])
+    layers = ("search_uniform", f"{_SEARCHED}: one cached token", "at most 0.88x")
+    yield from of("search_uniform", _searched, absent=[layers])
 
 
 def _over_seeds(result: Result, *keys: str) -> list[float]:
@@ -193,6 +196,14 @@ def _paths(result: Result) -> Iterator[Row]:
             yield row(result, f"{result.name}_{target} token", metric, "-", faster)
 
 
+def _minutes(result: Result) -> Iterator[Row]:
+    minutes, predicted = result.results["seconds"] / 60, result.results["predicted"]
+    targets = ", ".join(one["target"] for one in result.results["artefacts"])
+    metric = f"compress of the default run to {targets} within 1 %, with all controls: minutes"
+    said = f"{minutes:.0f} min ({predicted['least'] / 60:.0f} to {predicted['most'] / 60:.0f} predicted)"
+    yield row(result, f"{result.name}", metric, "at most 60 min", minutes, said=said)
+
+
 def _predicted_times(result: Result) -> Iterator[Row]:
     for name, found in result.results["shapes"].items():
         inside, plans = found["inside"], len(found["plans"])
@@ -207,6 +218,24 @@ def _tokens(result: Result) -> Iterator[Row]:
             fewer = f"FFN and heads -25 % ({found['weights_ratio']:.2f}x fewer weights)"
             metric = f"one cached token of the shape {name} with {fewer}, beside the whole one: {runtime}"
             yield row(result, f"{result.name} {name} {runtime}", metric, "at least 1.2x", kept["ratios"])
+
+
+_SEARCHED = (
+    "layers of their own shape, found by `search`, over the best of uniform decoders of as many FLOPs and tokens"
+)
+
+
+def _searched(result: Result) -> Iterator[Row]:
+    by_seed = result.results["seeds"]
+    rises = _over_seeds(result, "beside the best", "loss")  # both of one seed: what seeds differ by is in neither
+    metric = f"{_SEARCHED}: held-out loss"
+    yield Row("search_uniform loss", metric, "at most +0 %", seeds(rises, None, at_most=0.0), result)
+    for what, how, target in (("token", "one cached token", "at most 0.88x"), ("prefill", "prefill of 512", "-")):
+        ratios = [found["beside the best"][what]["median"] for found in by_seed.values()]
+        yield row(result, f"search_uniform {what}", f"{_SEARCHED}: {how}", target, ratios)
+    over = [found["found"]["search_s"] / found["found"]["training_s"] for found in by_seed.values()]
+    metric = "processor time of a search of the layers of `cpu_10m`, over one training of the shape that it found"
+    yield row(result, "search_uniform search", metric, "at most 3x", over)
 
 
 def _path(found: Mapping[str, Any], alone: float) -> str:
