@@ -96,22 +96,22 @@ class RunContext:
 
     @cached_property
     def other_text(self) -> HeldOut:
-        """Rows of `data.eval_source`."""
+        """Held-out rows of `data.eval_source`, assembled for a run."""
         return other_text(self.other)
 
     @property
     def recipe(self) -> Recipe:
-        """The run's settings."""
+        """The settings of a run that is assembled."""
         return self.loaded.recipe
 
     @property
     def executor(self) -> ExecutorKind:
-        """The executor of the steps."""
+        """The executor of the steps of an assembled run."""
         return executor_of(self.recipe, self.given)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """The plan of each layer; None: the same for all, as the recipe says."""
+        """The memory plan of each layer of an assembled run; None: the same for all, as the recipe says."""
         return self.plan.memory_plan if self.plan.decided and self.plan.shape.classes else None
 
     def lasting(self, length: Length) -> "RunContext":
@@ -121,21 +121,21 @@ class RunContext:
         return replace(self, loaded=lasting(self.loaded, length), plan=plan)
 
     def replanner(self) -> Replanner | None:
-        """Plans the run again while it runs; None where it cannot be."""
+        """Assemble what plans the run again while it runs; None where it cannot be."""
         return replanner_of(self.loaded, self.site, self.plan)
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """The device on which the model of an assembled run is."""
         return torch.device(self.machine.device)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The data's tokenizer; None where it is images."""
+        """The tokenizer of an assembled run's data; None where it is images."""
         return self.prepared.tokenizer if isinstance(self.prepared, PreparedData) else None
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the data's tokenizer, and the chat template where there is one; the first of several ranks does."""
+        """Write the tokenizer of an assembled run, and the chat template where there is one; the first rank does."""
         prepared = self.prepared
 
         def save() -> None:
@@ -148,17 +148,18 @@ class RunContext:
 
     @property
     def recipe_digest(self) -> str:
-        """A hash of all settings."""
+        """A hash of all settings of an assembled run."""
         return xxhash.xxh3_128_hexdigest(self.recipe.model_dump_json().encode())
 
     @property
     def waits(self) -> bool:
-        """True where weight gradients are computed later than those of inputs."""
+        """True where the assembled run computes weight gradients later than those of inputs."""
         return self.recipe.parallel.pp > 1 and Pipeline.of(self.recipe.parallel).defers
 
     @property
     def compiles(self) -> bool:
-        """True where layers are compiled. Not by themselves where weight gradients wait or matrices are cut.
+        """True where an assembled run compiles layers. Not by themselves where weight gradients wait or matrices are
+        cut.
 
         Raises:
             HardwareError: the recipe insists, and there is no compiler that can be used.
@@ -169,12 +170,12 @@ class RunContext:
 
     @property
     def offload_dir(self) -> Path:
-        """Folder of the disk tier."""
+        """Folder of the disk tier of an assembled run."""
         return self.site.offload_dir
 
     @property
     def memory_limit(self) -> int:
-        """Bytes that the run may use on the device."""
+        """Bytes that an assembled run may use on the device."""
         return self.recipe.plan.device_memory or self.machine.device_memory_bytes
 
 
@@ -203,33 +204,33 @@ class Components:
 
     @cached_property
     def audit(self) -> Audit:
-        """Formats that the model's matmuls have executed, on ranks with other layers too."""
+        """Formats that the matmuls of an assembled run's model have executed, on ranks with other layers too."""
         world = self.setup.world
         return Audit(self.model, partial(gather, world.waiting_group) if world.row.size > 1 else None)
 
     @cached_property
     def held_out(self) -> HeldOut:
-        """Held-out rows of the data, made once."""
+        """Held-out rows of an assembled run's data, made once."""
         return held_out(self.setup.recipe, self.setup.prepared)
 
     @cached_property
     def held_out_parts(self) -> tuple[HeldOut, HeldOut]:
-        """The held-out rows that evaluations on the way take, and the rest."""
+        """The held-out rows that evaluations of an assembled run on the way take, and the rest."""
         return in_parts(self.setup.recipe, self.setup.prepared, self.held_out)
 
     def state(self) -> TrainState:
-        """All that a checkpoint of this run holds."""
+        """State of an assembled run: all that a checkpoint holds."""
         small = {"counters": self.counters, "stream": self.stream, "audit": self.audit, **self.executor.stateful()}
         small |= by_name(self.hooks, taken=small)
         lost = None if self.sync is None else self.sync.feedback
         return TrainState(self.model, self.optimizer, small, self.executor.access, self.setup.world, lost)
 
     def hook(self, kind: type[H]) -> H | None:
-        """The hook of this class; None where there is none."""
+        """The assembled run's hook of this class; None where there is none."""
         return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
 
     def close(self) -> None:
-        """Give back threads, files and memory off the device."""
+        """Close an assembled run: free threads, files and memory off the device."""
         self.stream.close()
         self.memory_tracker.close()
         self.executor.close()
@@ -248,7 +249,7 @@ def set_up(
     at: Callable[[str], object] = lambda _: None,
     executor: ExecutorKind | None = None,
 ) -> RunContext:
-    """Machine, kernels, data and plan of a run. Of several ranks the first prepares, measures and plans.
+    """Assemble a run, first: machine, kernels, data and plan. The first of several ranks prepares, measures and plans.
 
     Args:
         loaded: the recipe.
@@ -302,7 +303,7 @@ def build(
     memory_plan: MemoryPlan | None = None,
     values_of: Callable[[Model], InitialValues] | None = None,
 ) -> Components:
-    """Model, precision, optimizer, executor, hooks and data stream, in the state before the first step.
+    """Assemble a run, second: model, precision, optimizer, executor, hooks and data stream, before the first step.
 
     In this order: what reads a module's kind or dtype comes after what sets it, and what holds a parameter after what
     makes it a new object.
@@ -387,7 +388,8 @@ def build(
 
 
 def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool, dict[str, ConversionReport]]:
-    """Convert to the run's first mode; the policy, modes by step, whether one needs loss scaling, reports by mode."""
+    """Assemble a run's precision: the first mode, the policy, modes by step, if one needs loss scaling, reports by
+    mode."""
     section = setup.recipe.precision
     parameters = "" if setup.recipe.optim.master_weights == "fp32" else "bf16"
     policy = Policy.from_section(section, setup.machine.device, parameters=parameters)

@@ -70,11 +70,11 @@ class SearchResult:
 
     @property
     def formats(self) -> dict[str, Gemms]:
-        """Chosen formats by unit."""
+        """Formats by unit that a search for the precision policy chose."""
         return self.space.formats(self.chosen.fp8)
 
     def to_json(self) -> dict[str, Any]:
-        """Every measurement, plainly."""
+        """Every measurement of a search for the precision policy, plainly."""
         costs, formats = self.space.model.costs, self.formats
         units = []
         for unit in self.sensitivity.units:
@@ -103,7 +103,7 @@ class SearchResult:
 
 
 def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = None) -> SearchResult:
-    """The fastest policy for a recipe's model inside a budget.
+    """Search for the fastest precision policy of a recipe's model inside a budget.
 
     Args:
         loaded: the recipe. Its rules are followed, its mode is not.
@@ -150,13 +150,13 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
 
 
 def recipe_policy(recipe: Recipe, machine: Machine) -> Policy:
-    """The recipe's own policy."""
+    """The recipe's own precision policy, where the search begins."""
     parameters = "" if recipe.optim.master_weights == "fp32" else "bf16"
     return Policy.from_section(recipe.precision, machine.device, parameters=parameters)
 
 
 def fixed_matmuls(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, str]:
-    """Formats that the policy's rules set, by unit and matmul.
+    """Formats that the rules of the precision policy set, by unit and matmul, which a search keeps.
 
     Raises:
         ConfigError: a rule asks for an 8-bit format that the search does not know.
@@ -181,12 +181,13 @@ def fixed_matmuls(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, 
 
 
 def by_layer(units: Sequence[SearchUnit], formats: Mapping[str, Gemms]) -> dict[str, Gemms]:
-    """Formats of units as formats of their layers."""
+    """Formats of a precision search's units as formats of their layers."""
     return {name: formats[unit.name] for unit in units for name in unit.layers}
 
 
 def _searchable(recipe: Recipe) -> Recipe:
-    """The recipe as its warm-up runs: plain BF16, and eager, as layers are switched one by one afterwards."""
+    """The recipe for the precision search as its warm-up runs: plain BF16, and eager, as layers are switched one by one
+    afterwards."""
     precision = PrecisionSection(mode="bf16_mixed")
     train = recipe.train.model_copy(update={"compile": "off"})
     return recipe.model_copy(update={"precision": precision, "train": train})
@@ -224,7 +225,7 @@ def _warm_up(parts: Components, steps: int, progress: ProgressBar) -> tuple[list
 
 
 def _batches(setup: RunContext, parts: Components, num: int, rows: int | None) -> list[Batch]:
-    """First micro-batches of so many further steps, on the device."""
+    """Batches for the precision search: first micro-batches of so many further steps, on the device."""
     found = (parts.stream.next_step()[0] for _ in range(num))
     return [to_device(first_rows(batch, rows), setup.device) for batch in found]
 

@@ -42,7 +42,7 @@ class ResumePoint:
     """Ranks that exited without an error record the last time."""
 
     def at_length(self, recipe: Recipe, spent_s: float) -> "ResumePoint":
-        """This point, once the number of steps is known, after seconds that count as the run's."""
+        """The point to resume from, once the number of steps is known, after seconds that count as the run's."""
         steps = recipe.train.steps
         changes = (
             change if change.field != "train.steps" else replace(change, now=steps)
@@ -57,7 +57,8 @@ def open_folder(
     name: str,
     world: World = World.alone(),  # noqa: B008 (frozen)
 ) -> tuple[RunFolder, Path | None]:
-    """The run's folder, locked, and where the run that was in it went with `checkpoint.resume = "never"`.
+    """Open the folder of a run to resume, locked, and where the run that was in it went with `checkpoint.resume =
+    "never"`.
 
     Args:
         recipe: `[run]` says where; `[checkpoint]` whether to continue.
@@ -89,7 +90,8 @@ def _open(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
 
 
 def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoint:
-    """The newest valid checkpoint of the folder. Bad newer ones are set aside, unfinished ones removed.
+    """Find the newest valid checkpoint of the folder to resume from. Bad newer ones are set aside, unfinished ones
+    removed.
 
     Raises:
         CheckpointError: there are checkpoints and none is sound, or there is none where the recipe requires one.
@@ -115,7 +117,7 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoi
 
 
 def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger, log: Path | None = None) -> None:
-    """Load the checkpoint into the parts, and record what was found in the folder.
+    """Resume: load the checkpoint into the parts, and record what was found in the folder.
 
     Args:
         found: in the folder.
@@ -169,7 +171,8 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger, log:
 
 
 def _keep_log(step: int, parts: Components, recorder: MetricsLogger, log: Path | None) -> None:
-    """Have the stream's log in its file, on the first rank; what a user has asked to skip is skipped on all."""
+    """Keep the log of a resumed run's stream in its file, on the first rank; what a user has asked to skip is skipped
+    on all."""
     if log is None:
         return
     kept = on_first(parts.setup.world, lambda: parts.stream.keep_log(log), named="the log of the mixture")
@@ -182,7 +185,7 @@ def _keep_log(step: int, parts: Components, recorder: MetricsLogger, log: Path |
 
 
 def _counters(checkpoint: Path) -> tuple[int, float]:
-    """Steps and seconds of a checkpoint.
+    """Steps and seconds of the checkpoint that a run resumes from.
 
     Raises:
         CheckpointError: it does not say them.
@@ -202,7 +205,8 @@ def _counters(checkpoint: Path) -> tuple[int, float]:
 
 
 def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:
-    """Differences from the recipe that the folder was written with; none where that cannot be read any more."""
+    """Changes of a resumed run's recipe from the one that the folder was written with; none where that cannot be read
+    any more."""
     try:
         before = load_recipe(folder.recipe, environ={}).recipe
     except ConfigError as error:

@@ -91,11 +91,11 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Steps that the run has done."""
         return self.parts.counters.step
 
     def begin(self, began: float) -> None:
-        """Record the start; `began` is the `perf_counter` at which the work on this run began."""
+        """Begin a run: record the start; `began` is the `perf_counter` at which the work on it began."""
         self._began, self._ready_s = began, time.perf_counter() - began
         self.parts.counters.begin(time.time())
         self._elapsed_before_s = self.recorder.log.elapsed_s
@@ -163,11 +163,11 @@ class Run:
 
     @property
     def asked_to_stop(self) -> str | None:
-        """Why the run is to end after this step; None: it is not. Of several ranks as of the last step."""
+        """Why the run is asked to end after this step; None: it is not. Of several ranks as of the last step."""
         return self.agreement.stop.reason
 
     def try_steps(self, stop: StopRequest, enough: Callable[[Sequence[float]], bool]) -> list[float]:
-        """Steps that are run to be timed, until their seconds (of several ranks the slowest one's, so that all stop in
+        """Try steps of a run to be timed, until their seconds (of several ranks the slowest one's, so that all stop in
         the same step) are `enough`, or a stop is asked for."""
         seconds: list[float] = []
         self._agree(stop)
@@ -179,7 +179,8 @@ class Run:
         return seconds
 
     def _step(self) -> None:
-        """Batches, rate, hooks, the executor's step, the record. A step is whole or not at all (`transaction`)."""
+        """One step of a run: batches, rate, hooks, the executor's step, the record. Whole or not at all
+        (`transaction`)."""
         parts, train, number = self.parts, self.recipe.train, self.step + 1
         self._number = number
         self._at("data")
@@ -202,7 +203,7 @@ class Run:
                 self._retried(partial(after_step, step, result)) if hook.repeatable else after_step(step, result)
 
     def _prepared(self, step: Step) -> Step:
-        """The step as hooks want it, those that are due: see `StepHook.next_step`."""
+        """The step of a run as hooks want it, those that are due: see `StepHook.next_step`."""
         self._news = False
         for hook, before_step in self._calls_before:
             if step.due or step.row_length != self._row_length or step.number >= hook.next_step:
@@ -212,7 +213,8 @@ class Run:
         return step
 
     def _retried(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`; called again under a tighter plan where memory runs out and all ranks have stopped."""
+        """The result of a run's step; called again under a tighter plan where memory runs out and all ranks have
+        stopped."""
         return run_with_retries(work, self._make_room, alone=self.agreement.alone)
 
     def _make_room(self, said: str) -> bool:
@@ -220,7 +222,7 @@ class Run:
         return self.replanner.reduce_memory(self._number, said)
 
     def _written(self, step: Step, result: StepResult) -> Step:
-        """The step, its row of metrics written; what is due with a line is done, and measured."""
+        """The step of a run, its row of metrics written; what is due with a line is done, and measured."""
         parts = self.parts
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if step.due else None
         more = self.setup.world.traffic.numbers() if self.setup.world.everyone.size > 1 else {}
@@ -238,13 +240,13 @@ class Run:
         return replace(step, memory=memory)
 
     def _agree(self, stop: StopRequest) -> None:
-        """Before the first step: whether ranks were asked to stop."""
+        """Agree before the first step of a run if ranks were asked to stop."""
         self.agreement.begin(stop)
         self.agreement.save_due = self._minutes_passed()
         self.agreement.agree()
 
     def _at(self, phase: str, *, long: bool = False) -> None:
-        """Note where the run is, for its user; of several ranks for those that watch this one, too."""
+        """Note where the run is, for the user; of several ranks for those that watch this one, too."""
         for _, goes_on in self._calls_phase if phase != self._phase else ():
             goes_on(phase)
         self._phase = phase
@@ -267,7 +269,7 @@ class Run:
             self._tell_saves()
 
     def _tell_notes(self) -> None:
-        """Notes of the model on settings that it could not follow; it finds some with the first batch."""
+        """Report notes of the run's model on settings that it could not follow; it finds some with the first batch."""
         for note in self.parts.model.notes[self._told_notes :]:
             self.recorder.event(self.step, "fallback", note)
         self._told_notes = len(self.parts.model.notes)
@@ -292,18 +294,18 @@ class Run:
     # ---- checkpoints ----
 
     def _check_folder(self) -> None:
-        """See that what is written still goes into the run's folder, of several ranks on all; see `check_files`."""
+        """Check that the run's folder still gets what is written, of several ranks on all; see `check_files`."""
         on_first(self.setup.world, partial(check_files, self.folder, self.recorder, self.step))
 
     def _is_save_due(self) -> bool:
-        """By steps or by minutes."""
+        """True if a save of the run is due, by steps or by minutes."""
         interval = self.recipe.checkpoint.interval
         if interval and self.step % interval == 0:
             return True
         return self.agreement.save_due
 
     def _check_no_fallbacks(self) -> None:
-        """Stop a strict run whose matmuls ran in another way than its recipe says; the record tells which.
+        """Stop a strict run whose matmuls ran in another way than its recipe says; the record has which.
 
         Raises:
             HardwareError: some did.
@@ -313,7 +315,7 @@ class Run:
             self.parts.audit.check_no_fallbacks()
 
     def _save(self, now: bool = False) -> float:
-        """Save this step and the audit up to it; returns the seconds that training stood still."""
+        """Save this step of the run and the audit up to it; returns the seconds that training stood still."""
         self._at("save", long=True)
         self._write_audit()
         self._saved_step = self.step
@@ -328,7 +330,7 @@ class Run:
         self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
 
     def _save_at_end(self) -> None:
-        """Save this step and see it on the disk.
+        """Save the run's last step and see it on the disk.
 
         Raises:
             CheckpointError: it is not there.
@@ -339,7 +341,7 @@ class Run:
             raise lifecycle.not_written(failed, self.store.folder)
 
     def _tell_saves(self) -> SaveRecord | None:
-        """Record the saves that ended; returns the last one that failed."""
+        """Record the run's saves that ended; returns the last one that failed."""
         failed = None
         for save in self.store.finished():
             self._saving -= 1
@@ -348,7 +350,7 @@ class Run:
         return failed
 
     def _keep_last_good(self, error: NumericsError) -> None:
-        """After bad numbers: save the state if it is sound (the bad update was not applied), and write down why."""
+        """After bad numbers of a run: save a state without the bad update, if it is sound, and write down why."""
         self.parts.counters.step += 1
         sound = self.parts.executor.access.is_finite(self.parts.model)
         if not any_of(self.parts.setup.world.everyone.handle, not sound):  # ranks may hold other parameters
@@ -357,7 +359,7 @@ class Run:
         self.recorder.event(self.step, "stop", str(error), cause="numerics")
 
     def _out_of_memory(self, error: RuntimeError | MemoryError) -> FitError:
-        """The error of a step without memory under any plan. It has changed nothing: the steps before it are saved."""
+        """The error of a run whose step has no memory under any plan. Nothing changed: the steps before are saved."""
         memory = self.parts.memory_tracker.snapshot(self.parts.model, self.parts.optimizer)
         when, fixes = f"in step {self.step + 1}", cheapest_fixes(self.setup)
         fit = no_memory(error, memory, when, self.recipe, fixes)
@@ -370,7 +372,7 @@ class Run:
         return fit
 
     def _save_what_was_done(self) -> None:
-        """Save the steps before one that found no memory, if that takes not too much itself."""
+        """Save the run's steps before one that found no memory, if that takes not too much itself."""
         try:
             self._save(now=True)
         except (RuntimeError, MemoryError) as error:

@@ -112,7 +112,8 @@ def train(
 def _opened(
     loaded: Loaded, world: World
 ) -> Iterator[tuple[RunFolder, CheckpointStore, LoneWatch, tuple[RankRecord, ...]]]:
-    """The folder of a run, locked, its checkpoints, its ranks, watched, and those that were lost before."""
+    """Open a session of training: the folder of a run, locked, its checkpoints, its ranks, watched, and those that were
+    lost before."""
     recipe = loaded.recipe
     folder, moved_to = open_folder(recipe, loaded.name, world)
     section, path = recipe.checkpoint, folder.path
@@ -157,12 +158,12 @@ class TrainSession:
 
     @property
     def world(self) -> World:
-        """The processes of the run."""
+        """The processes of a training session's run."""
         return self.watch.world
 
     def train(self) -> RunResult:
-        """Train from the newest checkpoint of the folder, where steps are left. A step that cannot be undone sends the
-        run back to its newest checkpoint, and is left out from then on.
+        """Train a session from the newest checkpoint of the folder, where steps are left. A step that cannot be undone
+        sends the run back to its newest checkpoint, and is left out from then on.
 
         Raises:
             UnrecoverableStepError: the third one.
@@ -193,7 +194,8 @@ class TrainSession:
             say(f"the run continues from step {found.step}")
 
     def _newest(self) -> ResumePoint:
-        """The checkpoint to continue from; the recipe is the one with the steps and the plan of the folder's run."""
+        """The checkpoint that a session continues from; the recipe is the one with the steps and the plan of the
+        folder's run."""
 
         def look() -> tuple[Loaded, PlanFile | None, ResumePoint]:
             loaded, run_plan, resuming = _with(self.loaded, self.restarted), None, bool(self.store.paths())
@@ -235,7 +237,8 @@ class TrainSession:
                     return result
 
     def _timed(self, setup: RunContext, found: ResumePoint, pulse: Pulse) -> StepTimes | str:
-        """Seconds of the next steps, by steps that are thrown away; the reason where a stop is asked for meanwhile."""
+        """Seconds of a session's next steps, by steps that are thrown away; the reason where a stop is asked for
+        meanwhile."""
         say(f"train.minutes = {setup.recipe.train.minutes:g}: the first steps are timed, then the run begins")
         far_off = setup.lasting(Length(LONG, "", "", {}))
         assembled = self._assembled(far_off, found, pulse, shown=False)
@@ -249,7 +252,7 @@ class TrainSession:
 
     @contextmanager
     def _assembled(self, setup: RunContext, found: ResumePoint, pulse: Pulse, *, shown: bool = True) -> Iterator[Run]:
-        """The run at the step that it continues from, closed at the end.
+        """The session's run, assembled at the step that it continues from, closed at the end.
 
         Args:
             shown: False: nothing of it is shown or written.
@@ -306,14 +309,14 @@ class TrainSession:
 
 
 def _with(loaded: Loaded, settings: Mapping[str, Any]) -> Loaded:
-    """The recipe with settings that a hook has asked for."""
+    """The session's recipe with settings that a hook has asked for."""
     sources = loaded.sources | dict.fromkeys(settings, "measured while the run continued")
     return replace(loaded, recipe=changed(loaded.recipe, settings), sources=sources) if settings else loaded
 
 
 @contextmanager
 def _starting(setup: RunContext, parts: Components, found: ResumePoint) -> Iterator[Model]:
-    """The model with the weights that training begins with: of a run that resumes, one beside its own."""
+    """The model of a session with the weights that training begins with: of a run that resumes, one beside its own."""
     if found.checkpoint is None:
         yield parts.model
         return
@@ -325,7 +328,8 @@ def _starting(setup: RunContext, parts: Components, found: ResumePoint) -> Itera
 
 
 def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> None:
-    """Everything about the run that is known before its first step; the first of several ranks writes it."""
+    """Write the facts about a session's run that are known before its first step; the first of several ranks writes
+    it."""
 
     expected = forecast_of(setup, parts) if setup.world.size > 1 else None
 

@@ -63,19 +63,20 @@ class TrainState:
     feedback: ErrorFeedback | None = None
 
     def save(self, store: CheckpointStore, step: int, meta: Mapping[str, Any], *, now: bool = False) -> float:
-        """Save everything; see `CheckpointStore.save`."""
+        """Save the state of a checkpoint; see `CheckpointStore.save`."""
         with self.access.summon(self.model, self.optimizer) as summoned:
             tensors = summoned.sorted(self.tensors())
             return store.save(step, tensors, meta, live=summoned.live, now=now, compared=self._compared())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors by name, and copies of the generators' states."""
+        """The live tensors of a checkpoint's state by name, and copies of the generators' states."""
         kept = {} if self.feedback is None else self.feedback.tensors()
         lost = {self._feedback_prefix + name: tensor for name, tensor in kept.items()}
         return model_tensors(self.model) | self._optimizer_tensors() | generator_tensors(self.world) | lost
 
     def meta(self) -> dict[str, Any]:
-        """Everything that is not a tensor, in JSON types. All ranks call it: names of the model are those of all."""
+        """The state of a checkpoint that is not tensors, in JSON types. All ranks call it: names of the model are those
+        of all."""
         return {
             "format": 1,
             "model": _fingerprint(self._of_all(self.model.state_dict())),
@@ -84,7 +85,7 @@ class TrainState:
         }
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Load a checkpoint into the live objects; returns its meta.
+        """Restore the state of a checkpoint into the live objects; returns its meta.
 
         Optimizer states that exist are loaded in place in their own dtype, missing ones are made as stored. A part
         that the checkpoint does not hold (a loss scale that came with another precision) starts afresh.
@@ -123,21 +124,22 @@ class TrainState:
         return f"feedback.{self.world.size}.{self.world.rank}."
 
     def _stored_feedback(self, stored: Stored) -> dict[str, Tensor]:
-        """Memory for what a checkpoint has of this rank of as many ranks."""
+        """Memory for what a checkpoint's state has of this rank's error feedback, of as many ranks."""
         if self.feedback is None:
             return {}
         mine = {name: found for name, found in stored.items() if name.startswith(self._feedback_prefix)}
         return {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in mine.items()}
 
     def _of_all(self, tensors: Mapping[str, Tensor]) -> Shapes:
-        """Shapes by name, of what this rank has and of what other ranks have, which may hold other layers."""
+        """Shapes by name of a checkpoint's state, of what this rank has and of what other ranks have, which may hold
+        other layers."""
         return {
             name: s for of_rank in gather(self.world.waiting_group, _shapes(tensors)) for name, s in of_rank.items()
         }
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Where one rank cannot read its shards, all ranks raise its error."""
+        """Where one rank cannot read its shards of a checkpoint's state, all ranks raise its error."""
         group = self.world.waiting_group
         if group is None:
             yield
@@ -154,8 +156,8 @@ class TrainState:
             raise CheckpointError.from_problems(list(dict.fromkeys(found))) from own
 
     def _compared(self) -> frozenset[str]:
-        """Names of what ranks that hold the same part of it hold with the same bits. Buffers may follow each rank's own
-        data, as running means do."""
+        """Compared state of a checkpoint: names of what ranks that hold the same part of it hold with the same bits.
+        Buffers may follow each rank's own data, as running means do."""
         params = {f"model.{name}" for name, _ in self.model.named_parameters()}
         return frozenset(params | self._optimizer_tensors().keys())
 
@@ -177,14 +179,15 @@ class TrainState:
 
 
 def _empty_state(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A state of a parameter, cut as the parameter is where it has rows like it."""
+    """An empty state of a parameter for a checkpoint, cut as the parameter is where it has rows like it."""
     if isinstance(param, DTensor) and shape[:1] == param.shape[:1]:
         return zeros_beside(shape, dtype, param)
     return torch.empty(shape, dtype=dtype, device=param.device if shape else "cpu")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers as `model.<fqn>`, detached, each once under its first name.
+    """The model's state in a checkpoint: parameters and persistent buffers as `model.<fqn>`, detached, each once under
+    its first name.
 
     The same object is the same tensor (tied parameters), and so is the same view of memory that holds its values. A
     DTensor, a tensor on the meta device and the place of a parameter that is stored elsewhere have no such memory.
@@ -201,7 +204,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> set[tuple[Any, ...]]:
-    """Key of a tensor's memory and its view of it; none where its values are not in it."""
+    """Key of the memory of a tensor in a checkpoint's state, and its view of it; none where its values are not in
+    it."""
     if isinstance(tensor, DTensor) or tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
         return set()
     if not tensor.numel():
@@ -211,7 +215,7 @@ def _memory(tensor: Tensor) -> set[tuple[Any, ...]]:
 
 @torch.no_grad()
 def load_model(path: Path, model: nn.Module, *, whole: bool = True) -> None:
-    """The model of a checkpoint into one that is whole on this process, in place.
+    """Load the model's state of a checkpoint into one that is whole on this process, in place.
 
     Args:
         path: of the checkpoint.
@@ -229,7 +233,7 @@ def load_model(path: Path, model: nn.Module, *, whole: bool = True) -> None:
 
 
 def load_newest(run: Path, model: nn.Module, *, whole: bool = True) -> Path:
-    """The weights of a run's newest valid checkpoint into a model, as `load_model`; the checkpoint's path.
+    """Load the model's state of a run's newest valid checkpoint, as `load_model`; the checkpoint's path.
 
     Args:
         run: its folder.
@@ -256,7 +260,7 @@ def load_newest(run: Path, model: nn.Module, *, whole: bool = True) -> Path:
 
 
 def _compare(what: str, prefix: str, here: Shapes, stored: Stored) -> None:
-    """Compare names and shapes of the run (`here`) with those of a checkpoint.
+    """Compare the state of the run (`here`) with that of a checkpoint, by names and shapes.
 
     Raises:
         CheckpointError: they differ; the first differences are listed.
@@ -278,7 +282,8 @@ def _compare(what: str, prefix: str, here: Shapes, stored: Stored) -> None:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A hash of the names and shapes of parameters and persistent buffers."""
+    """A fingerprint of the model for a checkpoint's state: a hash of the names and shapes of parameters and persistent
+    buffers."""
     return _fingerprint(_shapes(model.state_dict()))
 
 

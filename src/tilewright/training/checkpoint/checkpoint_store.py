@@ -132,7 +132,8 @@ class CheckpointStore:
         live: Live | None = None,
         compared: Collection[str] = (),
     ) -> float:
-        """Save the state after `step`; returns the seconds that training stood still. Never raises for a bad disk.
+        """Save a checkpoint of the state after `step`; returns the seconds that training stood still. Never raises for
+        a bad disk.
 
         `now` writes it before returning, without a copy, whatever `background` says. So does `live`, which gives each
         tensor's bytes when it is its turn, where `tensors` have only shapes.
@@ -174,25 +175,26 @@ class CheckpointStore:
         return stall_s
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until no checkpoint is being written."""
         if self._running is not None:
             self._finished.append(self._running.result())
             self._running = None
 
     def finished(self) -> list[SaveRecord]:
-        """The saves that ended since the last call, in order. Does not wait."""
+        """The checkpoints whose saves ended since the last call, in order. Does not wait."""
         if self._running is not None and self._running.done():
             self.wait()
         records, self._finished = self._finished, []
         return records
 
     def close(self) -> None:
-        """Wait, and end the writing thread."""
+        """Close the store of checkpoints: wait, and end the writing thread."""
         self.wait()
         self._writer.shutdown()
 
     def _write(self, step: int, content: Content, stall_s: float = 0.0, *, again: bool | None = None) -> SaveRecord:
-        """Write a checkpoint, `again` where that made room on a full disk: by default, where nothing is given once."""
+        """Write a checkpoint of the store, `again` where that made room on a full disk: by default, where nothing is
+        given once."""
         final = self.path_of(step)
         again = content.live is None if again is None else again
         begun = time.perf_counter()
@@ -217,25 +219,28 @@ class CheckpointStore:
             return SaveRecord(step, final, stall_s, write_s, size, True, error, tuple(dropped))
 
     def _on_first(self, work: Callable[[], T]) -> T | None:
-        """The result of the first rank's work, on all ranks."""
+        """The result of the first rank's work on the store of checkpoints, on all ranks."""
         return on_all(self._group, lambda: work() if self.world.is_first else None, partial(self.world.aside, "save"))[
             0
         ]
 
     def _clear_up(self, final: Path, full: bool) -> str | None:
-        """Remove what a failed save left; the name of the checkpoint that was deleted because the disk is full."""
+        """Clear up the store after a save that failed; the name of the checkpoint that was deleted because the disk is
+        full."""
         shutil.rmtree(partial_of(final), ignore_errors=True)
         oldest = self._make_room() if full else None
         return None if oldest is None else oldest.name
 
     def _leave(self, error: str) -> None:
-        """Leave the group, in which a rank has died, so that none waits for this one. Nothing is saved any more."""
+        """Leave the store's group, in which a rank has died, so that none waits for this one. Nothing is saved any
+        more."""
         self._lost = f"the ranks cannot save together any more ({error})"
         group, self._group = self._group, None
         dist.destroy_process_group(group)
 
     def _make_room(self) -> Path | None:
-        """Delete the oldest checkpoint where the newest is another one and valid; its path, None where it is not."""
+        """Make room for a checkpoint: delete the oldest one where the newest is another one and valid; its path, None
+        where it is not."""
         paths = self.paths()
         if len(paths) < 2 or check_manifest(paths[-1]) is not None:
             return None
@@ -244,28 +249,29 @@ class CheckpointStore:
 
     @property
     def newest_step(self) -> int | None:
-        """Step of the newest checkpoint, unverified; None where there is none."""
+        """Step of the newest checkpoint of the store, unverified; None where there is none."""
         paths = self.paths()
         return step_of(paths[-1]) if paths else None
 
     def _prune(self) -> None:
-        """Delete all but the `keep` newest. The newest was just written, so one valid checkpoint always stays."""
+        """Delete all checkpoints but the `keep` newest. The newest was just written, so one valid checkpoint always
+        stays."""
         for path in self.paths()[: -self.keep]:
             remove_folder(path)
 
     # ---- finding ----
 
     def path_of(self, step: int) -> Path:
-        """The folder of the checkpoint after `step`."""
+        """The folder of the store's checkpoint after `step`."""
         return self.folder / name_of(step)
 
     def paths(self) -> list[Path]:
-        """Finished checkpoint folders, oldest first, unverified."""
+        """Finished checkpoint folders of the store, oldest first, unverified."""
         return checkpoints_in(self.folder)
 
     def newest_sound(self) -> tuple[Path | None, list[Rejection]]:
-        """The newest checkpoint whose files are what was written, and the newer ones that are not. Changes nothing; one
-        that goes away meanwhile is neither."""
+        """The newest checkpoint of the store whose files are what was written, and the newer ones that are not. Changes
+        nothing; one that goes away meanwhile is neither."""
         rejected = []
         for path in reversed(self.paths()):
             reason = why_unsound(path)
@@ -276,15 +282,15 @@ class CheckpointStore:
         return None, rejected
 
     def set_aside(self, rejection: Rejection) -> None:
-        """Rename a bad checkpoint to `.rejected`, so that its step can be saved again and it can still be looked at;
-        one that was removed meanwhile is gone."""
+        """Rename a bad checkpoint of the store to `.rejected`, so that its step can be saved again and it can still be
+        looked at; one that was removed meanwhile is gone."""
         target = rejection.path.with_name(rejection.path.name + _REJECTED)
         remove_folder(target)
         with suppress(FileNotFoundError):
             rejection.path.rename(target)
 
     def remove_unfinished(self) -> list[Path]:
-        """Delete the `.partial` folders that a killed process left; returns their paths."""
+        """Delete the `.partial` folders that a killed process left in the store of checkpoints; returns their paths."""
         try:
             left = sorted(path for path in self.folder.iterdir() if _is_unfinished(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -299,7 +305,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, dtypes and shapes of the tensors in a checkpoint, without reading them.
+    """Names, dtypes and shapes of the tensors stored in a checkpoint, without reading them.
 
     Raises:
         CheckpointError: the index is missing or damaged, or holds something else than tensors.
@@ -353,7 +359,7 @@ class _LoadLive(TensorLoadPlanner):
 
 
 def why_unsound(folder: Path) -> str | None:
-    """The first fault of a checkpoint, None where there is none.
+    """The first fault of a stored checkpoint, None where there is none.
 
     Every file has the hash that the manifest says; the index names no file that the manifest does not, which a rank
     whose part is missing would leave; and no tensors are there that belong to another save.

@@ -40,7 +40,7 @@ class RanksFailedError(RuntimeError):
 
 
 def on_all(group: dist.ProcessGroup | None, work: Callable[[], T], done: Callable[[], None] = lambda: None) -> list[T]:
-    """The results of `work` by rank.
+    """The results of `work` by rank, its failures the same on all.
 
     Args:
         group: whose ranks all call this; None for one process, which then raises what its work raises.
@@ -72,7 +72,8 @@ def of_dcp(error: CheckpointException) -> RanksFailedError:
 
 
 def short_reason(error: BaseException) -> str:
-    """The reason in one line: what is inside DCP's wrapper, and the disk's own error where there is one behind it.
+    """The reason of a disk's failure in one line: what is inside DCP's wrapper, and the disk's own error where there is
+    one behind it.
 
     torch's zip writer raises "unexpected pos" while the OSError that caused it is being handled.
     """
@@ -86,19 +87,20 @@ def short_reason(error: BaseException) -> str:
 
 
 def disk_error(error: BaseException) -> OSError | None:
-    """The disk's own error behind another one."""
+    """The disk's own failure behind another error."""
     return next(iter([link for link in _chain(error) if isinstance(link, OSError)][::-1]), None)
 
 
 def is_full(error: BaseException) -> bool:
-    """No room on the disk or in the user's quota."""
+    """True of a failure since the disk or the user's quota is full."""
     if isinstance(error, RanksFailedError):
         return any(failure.is_full for failure in error.failures)
     return any(isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT) for link in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, what is inside DCP's wrapper, and what was being handled when each was raised."""
+    """The chain of a failure: an error, what is inside DCP's wrapper, and what was being handled when each was
+    raised."""
     if isinstance(error, CheckpointException):
         for inner, _ in error.failures.values():
             yield from _chain(inner)

@@ -29,21 +29,22 @@ Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def seed_all(seed: int) -> None:
-    """Seed the process-wide generators that models may draw from; all three are in the checkpoint."""
+    """Seed the process-wide random generators that models may draw from; all three are in the checkpoint."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def draw_apart(world: World) -> None:
-    """Let ranks that read different rows draw different numbers from now on: the first as it would have, the others
-    from a seed made of its state, which all have until here, and of their own number."""
+    """Draw apart: let the generators of ranks that read different rows draw different numbers from now on: the first as
+    it would have, the others from a seed made of its state, which all have until here, and of their own number."""
     if world.data.rank:
         _seed({f"{_PREFIX}cpu": torch.get_rng_state()}, world.data.rank)
 
 
 def generator_tensors(world: World) -> dict[str, Tensor]:
-    """Copies of this rank's states, by name. Python's and numpy's of the first rank are not among them."""
+    """Copies of the states of this rank's generators, by name. Python's and numpy's of the first rank are not among
+    them."""
     if world.size == 1:
         return {f"{_PREFIX}{name}": state for name, state in torch_states().items()}
     own = _owners(world)[0]
@@ -57,13 +58,13 @@ def generator_tensors(world: World) -> dict[str, Tensor]:
 
 
 def stored_generators(stored: Stored, world: World) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """The states in a checkpoint that this rank takes, or makes its own from."""
+    """The states of generators in a checkpoint that this rank takes, or makes its own from."""
     taken = _of(_owner(stored, world), stored)
     return ((name, stored[name]) for name in taken)
 
 
 def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], world: World) -> None:
-    """Set this rank's generators.
+    """Set this rank's random generators.
 
     Args:
         states: what `stored_generators` named, read.
@@ -82,25 +83,25 @@ def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], 
 
 
 def _owners(world: World) -> tuple[str, ...]:
-    """Prefixes of the names of this rank's states, and of those that it takes in their place, in turn."""
+    """Prefixes of the names of this rank's generators, and of those whose states it takes in their place, in turn."""
     rank = f"{_PREFIX}rank{world.data.rank}." if world.data.rank else _PREFIX
     return (f"{rank}part{world.part}.", rank, _PREFIX) if world.part else (rank, _PREFIX)
 
 
 def _owner(names: Iterable[str], world: World) -> str:
-    """Whose states this rank takes."""
+    """The rank whose generators' states this one takes."""
     known = list(names)
     return next((owner for owner in _owners(world) if _of(owner, known)), _PREFIX)
 
 
 def _of(owner: str, names: Iterable[str]) -> list[str]:
-    """The states of one rank among those of all."""
+    """The generators' states of one rank among those of all."""
     own = (name for name in names if name.startswith(owner))
     return [name for name in own if not name.removeprefix(owner).startswith(("rank", "part"))]
 
 
 def _seed(states: Mapping[str, Tensor], rank: int) -> None:
-    """Generators of a rank that takes no states of its own."""
+    """Seed the generators of a rank that takes no states of its own."""
     digest = xxhash.xxh3_64(rank.to_bytes(8, "little"))
     for name in sorted(states):
         digest.update(states[name].numpy().tobytes())

@@ -12,12 +12,12 @@ _PREFIX = "step_"
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint's folder."""
+    """The name of a checkpoint's folder, by its step."""
     return f"{_PREFIX}{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in a folder's name; None where it is no finished checkpoint's.
+    """The step in the name of a checkpoint's folder; None where it is no finished one's.
 
     Example:
         >>> step_of(Path("run/checkpoints/step_00000020")), step_of(Path("step_00000020.rejected"))
@@ -37,7 +37,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The part of a checkpoint that is not tensors.
+    """Read meta.json: the part of a checkpoint that is not tensors.
 
     Raises:
         CheckpointError: there is no readable meta.json.

@@ -69,7 +69,7 @@ class TensorReader(FileSystemReader):
         self._folder = Path(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
+        """Read the metadata for DCP: the index of tensors.
 
         Raises:
             IndexFormatError: it is not one, or names what is no file of this folder.
@@ -85,7 +85,8 @@ class TensorReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
-        """The bytes of one tensor. A compressed record is refused: torch does not write it, and it could unfold."""
+        """The bytes of one tensor by the index. A compressed record is refused: torch does not write it, and it could
+        unfold."""
         try:
             with zipfile.ZipFile(_Slice(file, sinfo.offset, sinfo.length)) as record:
                 unfolded = sum(entry.file_size for entry in record.infolist())
@@ -127,12 +128,12 @@ class TensorLoadPlanner(DefaultLoadPlanner):
     """DCP's plan of a load, for tensors alone."""
 
     def load_bytes(self, read_item: Any, value: Any) -> NoReturn:
-        """DCP unpickles here."""
+        """Load bytes by the index of tensors: refused, since DCP unpickles here."""
         raise IndexFormatError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 def index_of(metadata: Metadata) -> bytes:
-    """The bytes of the index of what DCP has written."""
+    """The bytes of the index of the tensors that DCP has written."""
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -148,7 +149,7 @@ def index_of(metadata: Metadata) -> bytes:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of a checkpoint: see `parse_index`.
+    """Read the index of tensors of a checkpoint: see `parse_index`.
 
     Raises:
         IndexFormatError: there is none, or it is not one.
@@ -160,7 +161,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def parse_index(data: bytes) -> Metadata:
-    """The objects of DCP that the bytes of an index describe.
+    """Parse an index of tensors: the objects of DCP that its bytes describe.
 
     Raises:
         IndexFormatError: for any other bytes.
@@ -196,8 +197,8 @@ def _entry(name: str, tensor: _Tensor, storage: dict[MetadataIndex, _StorageInfo
 
 
 def _overlap(parts: list[ChunkStorageMetadata]) -> bool:
-    """True where two parts of a tensor, one per rank that holds some of it, share an element. Another would be in none,
-    and keep what was in memory before.
+    """True where two parts of a tensor in the index, one per rank that holds some of it, share an element. Another
+    would be in none, and keep what was in memory before.
 
     Parts are taken in the order in which they begin along the dim with the most beginnings; each is compared with those
     that have not ended there.
@@ -217,7 +218,8 @@ def _overlap(parts: list[ChunkStorageMetadata]) -> bool:
 
 
 def _check_file(folder: Path, name: str, end: int) -> None:
-    """A file of the folder itself, whatever its name says, that holds `end` bytes.
+    """Check a file that the index of tensors names: one of the folder itself, whatever its name says, that holds `end`
+    bytes.
 
     Raises:
         IndexFormatError: it is not.

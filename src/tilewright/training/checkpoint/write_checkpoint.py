@@ -70,7 +70,7 @@ class Content:
     compared: frozenset[str] = frozenset()
 
     def part(self, name: str) -> Tensor:
-        """The bytes that this rank holds of a tensor."""
+        """The bytes that this rank writes of a tensor into a checkpoint."""
         tensor = self.tensors[name]
         return local(tensor if self.live is None else self.live(name, tensor)).detach()
 
@@ -78,7 +78,7 @@ class Content:
 def write_folder(
     content: Content, final: Path, group: dist.ProcessGroup | None, done: Callable[[], None] = lambda: None
 ) -> int:
-    """Write a checkpoint; returns its bytes.
+    """Write a checkpoint into its folder; returns its bytes.
 
     Args:
         content: of this rank.
@@ -101,12 +101,13 @@ def write_folder(
 
 
 def partial_of(final: Path) -> Path:
-    """The name of a checkpoint's folder until it is whole."""
+    """The name of a checkpoint's folder while it is written, until it is whole."""
     return final.with_name(final.name + ".partial")
 
 
 def quiet_dcp() -> None:
-    """DCP warns at each call that one process saves or loads alone, which is what we ask for."""
+    """Quiet DCP while a checkpoint is written: it warns at each call that one process saves or loads alone, which is
+    what we ask for."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
@@ -147,7 +148,7 @@ def _write_tensors(content: Content, partial: Path, group: dist.ProcessGroup | N
 
 
 def _own_files(partial: Path, rank: int, meta: str | None) -> dict[str, FileEntry]:
-    """The entries of the files that this rank wrote, which are on the disk then."""
+    """The entries of the files of a checkpoint that this rank wrote, which are on the disk then."""
     if meta is not None:
         (partial / META).write_text(meta, encoding="utf-8")
     paths = list(partial.glob(f"__{rank}_*{DEFAULT_SUFFIX}"))
@@ -221,12 +222,12 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that it holds."""
+        """Bytes of the tensors that are staged to be written into a checkpoint."""
         return sum(part.nbytes for part in self._parts.values())
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous host copies of `tensors` under the same names, of DTensors this rank's shards; done when this
-        returns.
+        """Stage tensors to be written: contiguous host copies of `tensors` under the same names, of DTensors this
+        rank's shards; done when this returns.
 
         Values, dtypes and shapes are those of the tensors at the moment of the call.
         """
@@ -243,7 +244,7 @@ class Staging:
         return dict(self._parts)
 
     def _make_room(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Memory for these tensors, in the place of what was there before, which is given back first."""
+        """Make room to stage these tensors, in the place of what was there before, which is freed first."""
         self._parts, self._layout = {}, None
         self._free()
         if device.type == "cpu":

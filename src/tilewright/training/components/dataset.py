@@ -29,7 +29,8 @@ it is measured before the first step, where a user waits for it."""
 
 
 def prepare_data(recipe: Recipe) -> Prepared:
-    """The data of a recipe, prepared or found prepared; see `data.prepare`. Says in one line what was used and refused.
+    """Prepare the data of a recipe, or find it prepared; see `data.prepare`. Says in one line what was used and
+    refused.
 
     Raises:
         ConfigError: rows of this data would not fit the model; found before anything is prepared.
@@ -61,7 +62,7 @@ def prepare_data(recipe: Recipe) -> Prepared:
 
 
 def streaming_of(recipe: Recipe) -> Streaming:
-    """How shards at addresses are read."""
+    """How the dataset's shards at addresses are read."""
     return Streaming(**recipe.data.streaming.model_dump())
 
 
@@ -80,7 +81,8 @@ def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]
 
 
 def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> HeldOut:
-    """Held-out rows, at most `num` batches of each domain (None: the recipe's number); the same on every call."""
+    """Held-out rows of the dataset, at most `num` batches of each domain (None: the recipe's number); the same on every
+    call."""
     rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
     size = max(1, recipe.train.micro_batch_size // rows), num or recipe.train.eval_batches
     return HeldOut(
@@ -90,7 +92,8 @@ def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> Held
 
 
 def in_parts(recipe: Recipe, prepared: Prepared, whole: HeldOut) -> tuple[HeldOut, HeldOut]:
-    """Held-out rows of evaluations on the way, and the rest, which is empty unless a recipe asks for one.
+    """Held-out rows of the dataset in two parts: of evaluations on the way, and the rest, which is empty unless a
+    recipe asks for one.
 
     Args:
         recipe: reads `[train]`.
@@ -105,8 +108,9 @@ def in_parts(recipe: Recipe, prepared: Prepared, whole: HeldOut) -> tuple[HeldOu
 
 
 def other_data(recipe: Recipe, prepared: Prepared) -> PreparedData | None:
-    """`data.eval_source` in the ids of the run's tokenizer, a sample of it; None where there is none, and where it is
-    what is held out. In a run on conversations or preferences it is read as such where its first row is one.
+    """The dataset of `data.eval_source` in the ids of the run's tokenizer, a sample of it; None where there is none,
+    and where it is what is held out. In a run on conversations or preferences it is read as such where its first row is
+    one.
 
     Raises:
         DataError: nothing usable in it.
@@ -143,8 +147,8 @@ def _other_format(data: DataSection) -> Literal["text", "chat", "preferences"]:
 
 
 def other_text(other: PreparedData | None) -> HeldOut:
-    """The rows of `other_data` that are evaluated. Those of preferences have what their loss needs of the starting
-    model once `reference_logprobs.attach_reference` was there."""
+    """The dataset's rows of `other_data` that are evaluated. Those of preferences have what their loss needs of the
+    starting model once `reference_logprobs.attach_reference` was there."""
     if other is None:
         return HeldOut({}, {})
     one_by_one = 1, _OTHER_ROWS
@@ -155,12 +159,12 @@ def other_text(other: PreparedData | None) -> HeldOut:
 
 
 def _validation(data: DataSection) -> str:
-    """The path of the user's own validation data; "" where a share is held out, or nothing."""
+    """The path of the dataset's validation data, the user's own; "" where a share is held out, or nothing."""
     return data.eval_source if not data.holdout and data.eval_source != "installed" else ""
 
 
 def evaluation_line(recipe: Recipe, *texts: HeldOut) -> str:
-    """Work before the first step of loaded weights: it can take longer than a step."""
+    """The line on evaluating the dataset before the first step of loaded weights: it can take longer than a step."""
     batches = (batch for text in texts for rows in text.batches.values() for batch in rows)
     rows = sum(len(batch["labels"]) for batch in batches)
     line = f"before the first step {rows} held-out rows are evaluated"

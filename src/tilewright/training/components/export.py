@@ -34,7 +34,7 @@ EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.b
 
 
 def check_export(recipe: Recipe, model: Model) -> None:
-    """Raise before training where the export at the end would be refused.
+    """Check before training that the export at the end would not be refused.
 
     Args:
         recipe: of the run.
@@ -49,8 +49,9 @@ def check_export(recipe: Recipe, model: Model) -> None:
 
 
 def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer | None, target: Path) -> str:
-    """Write the folder, in that of the run; what was written, in words. On several ranks all call this, and the first
-    one writes: a tensor in shards is whole when it is its turn, and one that only other ranks have is sent by them.
+    """Export the model's folder, in that of the run; what was written, in words. On several ranks all call this, and
+    the first one writes: a tensor in shards is whole when it is its turn, and one that only other ranks have is sent by
+    them.
 
     Raises:
         CheckpointError: the folder cannot be written; on all ranks.
@@ -104,7 +105,8 @@ def _write(
 
 
 def _with_all_layers(recipe: Recipe, model: Model, whole: WholeTensors) -> Model:
-    """The model as one process would have it, without memory; this rank has some of its layers.
+    """The model to export with all layers, as one process would have it, without memory; this rank has some of its
+    layers.
 
     Raises:
         CheckpointError: it cannot be made from its configuration alone.
@@ -124,8 +126,8 @@ def _with_all_layers(recipe: Recipe, model: Model, whole: WholeTensors) -> Model
 
 
 def write_beside(recipe: Recipe, run: Path, model: Model, rules: TextRules, target: Path) -> None:
-    """Tokenizer and chat template of a run into its model's folder, and how the loaded model wants to generate: with
-    its own settings, and what ends an answer.
+    """Export beside the model: tokenizer and chat template of a run into its model's folder, and how the loaded model
+    wants to generate: with its own settings, and what ends an answer.
 
     Raises:
         OSError: a file cannot be written.
@@ -140,7 +142,7 @@ def write_beside(recipe: Recipe, run: Path, model: Model, rules: TextRules, targ
 
 
 def max_positions(recipe: Recipe, model: Model) -> int:
-    """Most tokens of one text that a run's model is for: what config.json of its folder says."""
+    """Most tokens of one text that an exported model is for: what config.json of its folder says."""
     return model.max_positions or max(recipe.data.seq_len, _loaded_positions(recipe))
 
 
@@ -151,8 +153,8 @@ def _loaded_positions(recipe: Recipe) -> int:
 
 
 def config_keys(recipe: Recipe, tokenizer: Tokenizer | None, rules: TextRules | None) -> dict[str, Any]:
-    """Entries that the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length;
-    what the run taught to end an answer takes the place of another end."""
+    """Entries that the run adds to config.json of its export. Loaded weights keep the ids of their folder, and at least
+    its length; what the run taught to end an answer takes the place of another end."""
     taught = {} if rules is None or rules.taught is None else {"eos_token_id": rules.taught}
     if recipe.model.kind == "hf" or tokenizer is None:
         return taught

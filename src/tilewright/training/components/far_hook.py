@@ -33,7 +33,7 @@ class FarHook(StepHook):
         self._resumed = False
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Leave out what is away, and say what was set aside."""
+        """Leave out data at far addresses that is away, and say what was set aside."""
         reader = self.prepared.reader
         if not self._resumed:
             for name in self.stream.away:
@@ -63,7 +63,7 @@ class FarHook(StepHook):
             step.recorder.event(step.number, "source_back", text, domain=name, first_sample=start, blank_rows=blank)
 
     def _of_all(self, here: Mapping[str, str]) -> list[str]:
-        """Domains that are away for any rank."""
+        """Domains of data at far addresses that are away for any rank."""
         flags_D = torch.tensor([name in here for name in self.stream.domains], dtype=torch.int64)
         group = self.world.data.handle
         if group is not None:
@@ -72,7 +72,7 @@ class FarHook(StepHook):
         return [name for name, flag in zip(self.stream.domains, flags_D.tolist(), strict=True) if flag]
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """Bytes that this process has fetched, and rows that came blank."""
+        """Bytes that this process has fetched from far addresses, and rows that came blank."""
         counts = self.prepared.reader.counts
         blank = sum(self.prepared.blank_rows.values())
         found = {"fetched_bytes": counts.fetched_bytes, "fetch_s": counts.fetch_s}

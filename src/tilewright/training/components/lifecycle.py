@@ -46,7 +46,7 @@ def record_start(
     length: str,
     data: Iterable[tuple[str, str, Mapping[str, Any]]],
 ) -> None:
-    """The first events of a run: model, machine, data and length.
+    """Record how a run began: the first events: model, machine, data and length.
 
     Args:
         recorder: of the run.
@@ -63,12 +63,12 @@ def record_start(
 
 
 def record_stop(recorder: MetricsLogger, step: int, reason: str | None) -> None:
-    """The end of a run that was asked to stop, and saved."""
+    """Record how a run ended that was asked to stop, and saved."""
     recorder.event(step, "stop", f"{reason} after step {step}; saved, the same command continues from there")
 
 
 def record_recovery(recorder: MetricsLogger, step: int, began: float, ready_s: float) -> None:
-    """How long it took from the start of a run that resumed to the end of its first step.
+    """Record that a run recovered: how long it took from its start to the end of its first step.
 
     Args:
         recorder: of the run.
@@ -86,7 +86,8 @@ def record_recovery(recorder: MetricsLogger, step: int, began: float, ready_s: f
 
 
 def record_done(recorder: MetricsLogger, counters: Counters, stall_s: float, elapsed_before_s: float) -> None:
-    """The end of the last step: time, tokens, what checkpoints took, and the share of all time that steps were worth.
+    """Record how a run ended after its last step: time, tokens, what checkpoints took, and the share of all time that
+    steps were worth.
 
     Args:
         recorder: of the run.
@@ -103,7 +104,7 @@ def record_done(recorder: MetricsLogger, counters: Counters, stall_s: float, ela
 
 
 def record_save(recorder: MetricsLogger, save: SaveRecord, newest: int | None) -> None:
-    """A save that ended, well or not.
+    """Record in a run's life a save that ended, well or not.
 
     Args:
         recorder: of the run.
@@ -126,7 +127,7 @@ def record_save(recorder: MetricsLogger, save: SaveRecord, newest: int | None) -
 
 
 def not_written(save: SaveRecord, folder: Path) -> CheckpointError:
-    """The error of a last checkpoint that failed.
+    """The error at the end of a run of a last checkpoint that failed.
 
     Args:
         save: the failed one.
@@ -142,7 +143,8 @@ def not_written(save: SaveRecord, folder: Path) -> CheckpointError:
 
 
 def check_files(folder: RunFolder, recorder: MetricsLogger, step: int) -> None:
-    """See that what is written still goes into the run's folder. A file of it that was deleted begins again.
+    """Through the life of a run, see that what is written still goes into the run's folder. A file of it that was
+    deleted begins again.
 
     Raises:
         ConfigError: the folder was deleted or moved.
@@ -154,7 +156,8 @@ def check_files(folder: RunFolder, recorder: MetricsLogger, step: int) -> None:
 
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
-    """Trained and in total; a matrix that two modules share counts once. Frozen weights kept as FP8 codes count too.
+    """Numbers of parameters of a run's model, trained and in total; a matrix that two modules share counts once. Frozen
+    weights kept as FP8 codes count too.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -168,7 +171,7 @@ def num_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def _in_words(trained: int, total: int) -> str:
-    """Both numbers where they differ.
+    """Both numbers of parameters for a run's first event, where they differ.
 
     Example:
         >>> _in_words(5_870_000, 5_870_000), _in_words(45_000, 5_870_000)
@@ -183,7 +186,7 @@ _SWITCHES = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_preci
 
 
 def add_in_fp32(device: str) -> None:
-    """Partial sums of GEMMs on this device stay in FP32. Nothing to do on a CPU.
+    """Add partial sums of GEMMs in FP32 on this device, for the life of a run. Nothing to do on a CPU.
 
     Args:
         device: "cpu" or "cuda".
@@ -194,5 +197,5 @@ def add_in_fp32(device: str) -> None:
 
 
 def switches() -> dict[str, bool]:
-    """Present settings, by torch's names."""
+    """Switches of torch at the start of a run, by torch's names."""
     return {name: getattr(torch.backends.cuda.matmul, name) for name in _SWITCHES}

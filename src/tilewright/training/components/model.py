@@ -56,7 +56,7 @@ def build_adapted(
     fresh: bool = False,
     lazy: bool = False,
 ) -> Model:
-    """The recipe's model with its adapters, if it has any.
+    """The recipe's model with its adapters, if it has any, built.
 
     Args:
         recipe: reads `[model]`, `[lora]` and the seed.
@@ -95,7 +95,7 @@ def build_adapted(
 
 
 def build_trained(recipe: Recipe, vocab_size: int, kernels: Kernels, device: torch.device | str, **how: bool) -> Model:
-    """Build the model that trains, with what it learns hidden values of its teacher by.
+    """Build the recipe's model that trains, with what it learns hidden values of its teacher by.
 
     Args:
         recipe, vocab_size, kernels, device, how: see `build_adapted`; `[distill]` is read too.
@@ -125,7 +125,7 @@ def _nothing_else(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] =
 
 
 def _check_pairs(pairs: Sequence[Pair], model: Model, teacher: Model, *, learned: bool) -> None:
-    """Raise where a student cannot learn these hidden values."""
+    """Raise where a recipe's model cannot learn these hidden values as a student."""
     problems: list[Problem] = []
     for whose, one, numbers in (
         ("student", model, [(pair.target, pair.ours) for pair in pairs]),
@@ -188,8 +188,8 @@ def _no_attention(whose: str, model: Model, layers: Sequence[int]) -> Problem:
 
 
 def meta_like(recipe: Recipe, model: Model) -> Model | None:
-    """The model as one process would have it, with its adapters, without memory; None where its configuration alone
-    does not make it.
+    """The recipe's model as one process would have it, with its adapters, without memory; None where its configuration
+    alone does not make it.
 
     Args:
         recipe: reads `[lora]`.
@@ -204,15 +204,15 @@ def meta_like(recipe: Recipe, model: Model) -> Model | None:
 
 
 def _adapters(recipe: Recipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `add_lora`."""
+    """Arguments of `add_lora` for the recipe's model."""
     lora = recipe.lora
     more = {"dropout": lora.dropout, "rslora": lora.rslora, "modules_to_save": lora.modules_to_save}
     return (lora.rank, lora.alpha, lora.targets, lora.base), more
 
 
 def is_vacant(recipe: Recipe, world: World, can: Capabilities) -> bool:
-    """True where the model is built on the meta device, and filled in the pieces in which it is kept: layer groups in
-    their tiers, parts on ranks.
+    """True where the recipe's model is vacant: built on the meta device, and filled in the pieces in which it is kept:
+    layer groups in their tiers, parts on ranks.
 
     A sharded model with adapters is not: its base is read and encoded as on one rank, and its FP8 codes, which are no
     parameters, stay whole on each.
@@ -221,7 +221,7 @@ def is_vacant(recipe: Recipe, world: World, can: Capabilities) -> bool:
 
 
 def first_values(recipe: Recipe, model: Model) -> InitialValues:
-    """The values that fill a vacant model.
+    """The first values that fill a vacant model of a recipe.
 
     Raises:
         CheckpointError: the folder is not whole, or not of this model.
@@ -233,7 +233,8 @@ def first_values(recipe: Recipe, model: Model) -> InitialValues:
 
 
 def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: InitialValues | None, world: World) -> None:
-    """Values of all that neither ranks fill in their shards nor an executor layer group by layer group.
+    """Fill all of the recipe's model that neither ranks fill in their shards nor an executor layer group by layer
+    group.
 
     Args:
         recipe: reads `[model]` and the seed.
@@ -272,7 +273,8 @@ def pinned(loaded: Loaded, run: Path | None = None, *, weights: bool = True) -> 
 
 
 def _begun_with(run: Path, name: str) -> str:
-    """The revision of a repository that a run folder names; the name itself where it does not, or names another."""
+    """The revision of a model's repository that a run folder names; the name itself where it does not, or names
+    another."""
     file = run / "run.toml"
     if split_name(name)[1] or not file.is_file():
         return name

@@ -17,7 +17,7 @@ from tilewright.optim.param_groups import decay_groups, muon_groups
 def make_optimizer(
     section: OptimSection, model: nn.Module, kernels: Kernels, seed: int, numbers: Mapping[str, int] | None = None
 ) -> DeepSeekAdam:
-    """Make the optimizer of all trainable parameters of a model.
+    """Make the optimizer that a recipe asks for, of all trainable parameters of a model.
 
     Args:
         section: the recipe's `[optim]`.
@@ -48,8 +48,8 @@ def make_optimizer(
 
 
 def rounding_numbers(section: OptimSection, model: nn.Module) -> dict[str, int]:
-    """The number of each trainable parameter in the random streams of the rounding, by name: with them a part of the
-    model rounds as the whole does.
+    """Optimizer's random streams: the number of each trainable parameter in the random streams of the rounding, by
+    name: with them a part of the model rounds as the whole does.
 
     Args:
         section: the recipe's `[optim]`.

@@ -9,7 +9,8 @@ from tilewright.models.folder.resolve import local_folder
 
 
 def check_rows(recipe: Recipe) -> None:
-    """Raise where rows of the recipe's data would not fit its model; nothing is prepared and no weight is read.
+    """Check rows of a recipe with the tokenizer: raise where they would not fit its model; nothing is prepared and no
+    weight is read.
 
     Raises:
         ConfigError: no tokenizer for loaded weights, an id beyond the embedding, rows beyond a table of positions, or
@@ -21,7 +22,8 @@ def check_rows(recipe: Recipe) -> None:
 
 
 def tokenizer_path(model: ModelSection, data: DataSection) -> str:
-    """The tokenizer that makes the ids of a run: the given one, else the one that loaded weights learned with.
+    """The path of the tokenizer that makes the ids of a recipe's run: the given one, else the one that loaded weights
+    learned with.
 
     Returns:
         A tokenizer.json or a folder that holds one; "" where one is trained on the data, or where there is no text.

@@ -37,7 +37,7 @@ def attach_reference(
     starting: Callable[[], AbstractContextManager[Model]],
     world: World = World.alone(),  # noqa: B008 (frozen)
 ) -> None:
-    """Give preferences what their loss needs of the starting model; other data needs nothing.
+    """Attach log-probabilities of the reference model to preferences; other data needs none.
 
     Args:
         recipe: of the run.
@@ -83,7 +83,7 @@ def attach_reference(
 
 
 def weights_digest(recipe: Recipe) -> str:
-    """Hash of all that the starting model's numbers depend on."""
+    """Hash of all that the reference model's log-probabilities depend on."""
     digest = xxhash.xxh3_64(recipe.model.model_dump_json(exclude={"path"}).encode())
     digest.update(recipe.precision.model_dump_json().encode())
     digest.update(f"{recipe.lora.rank > 0} {recipe.lora.base} {recipe.lora.targets}".encode())

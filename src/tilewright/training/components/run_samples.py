@@ -27,7 +27,7 @@ from tilewright.training.runlog.run_folder import RunFolder
 
 
 def stream_of(recipe: Recipe, prepared: Rows, *, rank: int, world: int, prefetch: int | None = None) -> Stream:
-    """The batches of a run, of several ranks this one's part of them.
+    """The stream of a run's samples as batches, of several ranks this one's part of them.
 
     Args:
         recipe: reads `[data]`, `[train]` and `[parallel]`.
@@ -72,7 +72,7 @@ def longest_document(recipe: Recipe) -> int | None:
 
 
 def step_line(recipe: Recipe) -> str:
-    """A step in words.
+    """A step's samples in words.
 
     Example:
         >>> step_line(Recipe())
@@ -84,7 +84,7 @@ def step_line(recipe: Recipe) -> str:
 
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
-    """The samples of a step, counted from 1; see `Stream.explain`.
+    """The samples of a run's step, counted from 1; see `Stream.explain`.
 
     Raises:
         CheckpointError: the data is not the one that the run was trained on.
@@ -100,12 +100,12 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def left_out(run: Path) -> list[tuple[int, int, str]]:
-    """Samples that the run's log leaves out, or is asked to: first, one behind the last, and why."""
+    """Samples of a run that its log leaves out, or is asked to: first, one behind the last, and why."""
     return sorted(set(asked_skips(MoveLog().read_in(run / LOG, None)))) if (run / LOG).exists() else []
 
 
 def skip_steps(run: Path, first: int, last: int) -> tuple[int, int]:
-    """Have the run leave out the samples of some steps, from its newest checkpoint on; first and one behind the last.
+    """Skip the samples of some steps of a run, from its newest checkpoint on; first and one behind the last.
 
     Args:
         run: a folder in which no run is under way.
@@ -142,7 +142,7 @@ def skip_steps(run: Path, first: int, last: int) -> tuple[int, int]:
 
 @contextmanager
 def _reading(run: Path, recipe: Recipe) -> Iterator[tuple[Stream, int]]:
-    """The run's stream with its log, and the steps of its newest checkpoint."""
+    """The run's stream of samples with its log, and the steps of its newest checkpoint."""
     with stream_of(recipe, _prepared(recipe), rank=0, world=1, prefetch=0) as stream:
         checkpoints = [path for path in checkpoints_in(run / "checkpoints") if (path / META).exists()]
         state = read_meta(checkpoints[-1])["parts"]["stream"] if checkpoints else None
@@ -154,7 +154,8 @@ def _reading(run: Path, recipe: Recipe) -> Iterator[tuple[Stream, int]]:
 
 
 def _prepared(recipe: Recipe) -> Rows:
-    """The run's data. A built dataset is opened without the model, whose libraries take seconds to load."""
+    """The run's data, to tell its samples. A built dataset is opened without the model, whose libraries take seconds to
+    load."""
     data = recipe.data
     if not data.sources and built_at(data.source) is not None:
         wanted = {"task": recipe.model.task, "domains": data.domains, "seq_len": data.seq_len, "rows": data.rows}

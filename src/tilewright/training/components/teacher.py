@@ -91,7 +91,7 @@ class Teacher(StepHook):
 
     @property
     def model(self) -> Model:
-        """The teacher."""
+        """The teacher's model, frozen."""
         if self._model is None:
             self._model = self._opened()
         return self._model
@@ -100,7 +100,7 @@ class Teacher(StepHook):
         return self._open().eval().requires_grad_(False)  # type: ignore[attr-defined]
 
     def before_step(self, step: Step) -> Step:
-        """The step on the micro-batches with what the teacher makes of them.
+        """The step on the micro-batches with what the teacher adds to them.
 
         Raises:
             ConfigError: ranks in a row do not read the same; nothing was sent.
@@ -116,7 +116,7 @@ class Teacher(StepHook):
 
     @contextmanager
     def _told_of_passes(self) -> Iterator[None]:
-        """Inside, a rank with some of the teacher's layers says which pass it is in, and waits between two of them."""
+        """Inside, a rank with some of the teacher's layers notes which pass it is in, and waits between two of them."""
         heartbeat = self._world.heartbeat
         if not self._in_stages or heartbeat is None:
             yield
@@ -129,7 +129,7 @@ class Teacher(StepHook):
 
     @torch.no_grad()
     def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The micro-batches with what the teacher makes of them, on ranks that have the student's loss."""
+        """The micro-batches with what the teacher adds to them, on ranks that have the student's loss."""
         if self._keeps:
             return [{**batch, **self._kept(number, batch)} for number, batch in enumerate(microbatches)]
         found = []
@@ -145,7 +145,7 @@ class Teacher(StepHook):
         return found
 
     def _inside(self) -> dict[tuple[Target, int], torch.nn.Module]:
-        """The modules whose values the student learns, by their pairs' target and layer."""
+        """The teacher's modules whose values the student learns, by their pairs' target and layer."""
         model, layers = self.model, self.model.layers if self._pairs else ()
         found = {}
         for pair in self._pairs:
@@ -179,8 +179,8 @@ class Teacher(StepHook):
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _kept(self, number: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tokens of a micro-batch, from the disk; those of rows that are not there are made, and kept. What
-        is used is what is kept, bit for bit, so that a row teaches the same each time."""
+        """The teacher's tokens of a micro-batch, from the disk; those of rows that are not there are made, and kept.
+        What is used is what is kept, bit for bit, so that a row teaches the same each time."""
         count, rows = len(batch["input_ids"]), self.rows
         found: list[Any] = [None] * count if rows is None else rows.find(batch)
         missing = self._missing(found)
@@ -199,13 +199,13 @@ class Teacher(StepHook):
         return {distill.TOKENS: tokens, distill.LOGS: logs, distill.HOW: self._how}
 
     def _missing(self, found: Sequence[tuple[Tensor, Tensor] | None]) -> list[int]:
-        """Rows that the disk does not have, on all ranks of a row as the one that reads it says."""
+        """Rows of which the disk has nothing of the teacher's, on all ranks of a row as the one that reads it says."""
         missing = torch.tensor([float(self._teaches and one is None) for one in found], device=self.device)
         sum_over(self._row, [missing])
         return missing.nonzero().flatten().tolist()
 
     def _chosen(self, hidden_BSE: Tensor, rows: TeacherRows, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Tokens [B, S, K] and their logarithms [B, S, G], on the host."""
+        """Tokens [B, S, K] that are chosen of the teacher's, and their logarithms [B, S, G], on the host."""
         head_VE, shape = _head(self.model), hidden_BSE.shape[:2]
         numbers_N = rows.numbers(batch).to(hidden_BSE.device).flatten()
         chunk = max(1, self.model.kernels.loss_chunk_bytes // (_CHOOSING_BYTES * len(head_VE)))
@@ -217,7 +217,8 @@ class Teacher(StepHook):
         return tokens, logs
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """Rows that were read and made since the last line, and records that were damaged, of the first process."""
+        """Rows of the teacher that were read and made since the last line, and records that were damaged, of the first
+        process."""
         if not self._keeps:
             return {}
         told = {"read": self._found, "made": self._computed, "damaged": 0 if self.rows is None else self.rows.damaged}
@@ -231,7 +232,7 @@ class Teacher(StepHook):
         return {"weights": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the run goes on with the teacher that it had.
+        """Check that the run continues with the teacher that it had.
 
         Raises:
             CheckpointError: its weights are others now.
@@ -313,8 +314,8 @@ def _tokenizer_of(found: TeacherFolder) -> Tokenizer:
 
 
 def _staged(model: Model, found: TeacherFolder, student: Staged, world: World, device: torch.device) -> Model:
-    """This rank's layers of a teacher: as many on each rank, in such an order that the last one is where the student's
-    is. One on the meta device reads the values of these alone."""
+    """The teacher in stages, this rank's layers: as many on each rank, in such an order that the last one is where the
+    student's is. One on the meta device reads the values of these alone."""
     last = student.pipeline.rank_of(student.pipeline.num_stages - 1)
     pipeline = Pipeline(student.pipeline.pp, reverse=last != student.pipeline.pp - 1)
     if not next(model.parameters()).is_meta:
@@ -329,7 +330,8 @@ def _staged(model: Model, found: TeacherFolder, student: Staged, world: World, d
 
 
 def weights_hash(model: Model, row: dist.ProcessGroup | None = None) -> str:
-    """Hash of all weights and buffers of a model that have dimensions, by name; of all ranks in a row together."""
+    """Hash of the teacher's weights: of all and buffers of a model that have dimensions, by name; of all ranks in a row
+    together."""
     own = {
         name: xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
         for name, tensor in model.state_dict().items()  # type: ignore[attr-defined]
@@ -352,7 +354,7 @@ def _check_vocabulary(name: str, own: Tokenizer, tokenizer: Tokenizer, rows: int
 
 
 def _all(found: Sequence[tuple[Tensor, Tensor] | None]) -> list[tuple[Tensor, Tensor]]:
-    """Of rows that were just written."""
+    """The teacher's tokens of all rows that were just written."""
     if any(one is None for one in found):
         raise DataError(
             "Teacher's tokens were not read back as they were written",
@@ -365,6 +367,6 @@ def _all(found: Sequence[tuple[Tensor, Tensor] | None]) -> list[tuple[Tensor, Te
 
 
 def _head(model: Model) -> Tensor:
-    """The head's weight as it multiplies."""
+    """The weight of the teacher's head as it multiplies."""
     operands = getattr(model.head, "operands", None)
     return model.head.weight if operands is None else operands(model.head.weight[:0])[1].detach()

@@ -75,11 +75,11 @@ class TeacherRows:
             raise self._unusable(error) from error
 
     def __len__(self) -> int:
-        """Rows that are there."""
+        """Number of rows of a teacher's tokens that are kept."""
         return len(self._places)
 
     def check_room(self, rows: int, row_length: int) -> None:
-        """Raise where the disk has no room for what is missing.
+        """Raise where the disk has no room for the teacher's rows that are missing.
 
         Args:
             rows: different ones that a run may read.
@@ -101,18 +101,19 @@ class TeacherRows:
             )
 
     def find(self, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor] | None]:
-        """For each row of a micro-batch the teacher's tokens [S, K] and their logarithms [S, G]; None where it is not
-        there."""
+        """Find teacher's rows: for each one of a micro-batch the teacher's tokens [S, K] and their logarithms [S, G];
+        None where it is not there."""
         return [self._read(key) for key in _keys(batch)]
 
     def numbers(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Uniform ones in [0, 1) of each position [B, S], on the host: a function of the row, whoever makes it."""
+        """Uniform random numbers in [0, 1) for the teacher's rows, of each position [B, S], on the host: a function of
+        the row, whoever makes it."""
         length = batch["input_ids"].shape[1]
         generators = [torch.Generator().manual_seed(int.from_bytes(key[:7], "little")) for key in _keys(batch)]
         return torch.stack([torch.rand(length, generator=generator) for generator in generators])
 
     def add(self, batch: Mapping[str, Tensor], ids_BSK: Tensor, log_BSG: Tensor) -> None:
-        """Keep the rows of a micro-batch that are not there.
+        """Add the teacher's rows of a micro-batch that are not there.
 
         Raises:
             DataError: they cannot be written.
@@ -125,7 +126,7 @@ class TeacherRows:
                     raise self._unusable(error) from error
 
     def has_read(self, step: int) -> None:
-        """Note, after the last step, that each row of the run is here. Plans read it.
+        """Note, after the last step, that each row of the run is among the teacher's. Plans read it.
 
         Args:
             step: counted from 1.
@@ -168,7 +169,7 @@ class TeacherRows:
         return ids_SK, self.keeping.normalized(logs_SG)
 
     def _index(self, path: Path) -> None:
-        """Heads of a file, up to a torn one."""
+        """Index of a file of teacher's rows: their heads, up to a truncated one."""
         size = path.stat().st_size
         with path.open("rb") as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
@@ -214,6 +215,6 @@ class TeacherRows:
 
 
 def _keys(batch: Mapping[str, Tensor]) -> list[bytes]:
-    """Hashes of the rows: their tokens, and where documents in them begin."""
+    """Keys of teacher's rows: hashes of their tokens, and of where documents in them begin."""
     parts = [batch[name].cpu().to(torch.int64) for name in ("input_ids", "segments", "positions") if name in batch]
     return [xxhash.xxh3_128_digest(torch.stack(rows).contiguous().numpy().data) for rows in zip(*parts, strict=True)]

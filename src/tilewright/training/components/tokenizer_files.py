@@ -56,7 +56,7 @@ class TextRules:
 
     @classmethod
     def of(cls, recipe: Recipe, run: Path, tokenizer: Tokenizer) -> "TextRules":
-        """The rules of a run's model.
+        """The rules of the tokenizer's files for a run's model.
 
         Args:
             recipe: of the run.
@@ -84,13 +84,14 @@ class TextRules:
         return cls(begin, end, source, config, stops, taught, named)
 
     def eos_id(self, tokenizer: Tokenizer) -> int:
-        """The artefact's end of a text, as its tokenizer has it."""
+        """The id of the end of a text as the tokenizer of the run's model has it."""
         return self.taught if self.taught is not None and self.named else tokenizer.eos_id
 
 
 def _taught(recipe: Recipe, chat: ChatTemplate) -> int | None:
-    """The template's own end of an answer, where conversations were trained and nothing that was loaded declares it. A
-    token that begins the next turn ends no text: it is a stop, and the end of a text stays."""
+    """For the tokenizer's files, the template's own end of an answer, where conversations were trained and nothing that
+    was loaded declares it. A token that begins the next turn ends no text: it is a stop, and the end of a text
+    stays."""
     own = chat.ending
     if recipe.data.format == "text" or own.id is None or own.closing or own.id in chat.tokenizer.stop_ids:
         return None
@@ -98,8 +99,8 @@ def _taught(recipe: Recipe, chat: ChatTemplate) -> int | None:
 
 
 def template_folder(recipe: Recipe, run: Path) -> Path | None:
-    """The folder with the chat template of a run's model: the run's, else that of the loaded weights, else that of the
-    tokenizer that the recipe names. None where no one has a default template.
+    """The folder with the chat template for the tokenizer's files of a run's model: the run's, else that of the loaded
+    weights, else that of the tokenizer that the recipe names. None where no one has a default template.
 
     Raises:
         DataError: a template that cannot be read.
@@ -139,7 +140,7 @@ def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def write_tokenizer(recipe: Recipe, run: Path, rules: TextRules, positions: int | None, target: Path) -> None:
-    """The tokenizer's files into a model's folder.
+    """Write the tokenizer's files into a model's folder.
 
     Args:
         recipe: of the run.
@@ -198,8 +199,8 @@ def _processor(backend: tokenizers.Tokenizer, begin: Sequence[int], end: Sequenc
 
 
 def _config_of(recipe: Recipe) -> dict[str, Any]:
-    """tokenizer_config.json beside the tokenizer that loaded weights, or a recipe, brought; empty where there is
-    none."""
+    """The file tokenizer_config.json beside the tokenizer that loaded weights, or a recipe, brought; empty where there
+    is none."""
     path = recipe.data.tokenizer or (local_folder(recipe.model.path) if recipe.model.weights == "load" else "")
     folder = Path(path).expanduser()
     file = (folder if folder.is_dir() else folder.parent) / CONFIG

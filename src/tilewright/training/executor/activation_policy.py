@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 def checkpoint_layers(model: Model, memory_plan: MemoryPlan) -> None:
-    """Let each layer keep for backward what the memory plan says.
+    """Activation policy of each layer: let it keep for backward what the memory plan says.
 
     Raises:
         ConfigError: the memory plan is of other layers, or asks for what the model or the standard executor cannot do.
@@ -35,7 +35,7 @@ def checkpoint_layers(model: Model, memory_plan: MemoryPlan) -> None:
 
 
 def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
-    """Cut MLPs and attention of each layer into the parts that the memory plan says. Once.
+    """Activation policy by parts: cut MLPs and attention of each layer into those that the memory plan says. Once.
 
     Args:
         model: converted.
@@ -57,7 +57,7 @@ def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
 
 
 def _for_layers(model: Model, wanted: Sequence[Item], name: str) -> tuple[Item, ...]:
-    """The wish for each layer; of a model whose layers were not found, the one wish for all.
+    """The activation policy's wish for each layer; of a model whose layers were not found, the one wish for all.
 
     Raises:
         ConfigError: that is not the same for all, or there are more or fewer layers.
@@ -106,7 +106,7 @@ class ActivationPolicy:
 
     @property
     def now(self) -> MemoryPlan:
-        """The present plan of each layer."""
+        """The activation policy's present plan of each layer."""
         modes = self._model.checkpointing
         modes = modes if self._model.layers else modes * len(self._asked.layers)
         rows = zip(self._asked.layers, modes, strict=True)
@@ -114,7 +114,7 @@ class ActivationPolicy:
         return replace(self._asked, layers=layers)
 
     def apply(self, memory_plan: MemoryPlan) -> None:
-        """Keep the activations of this plan from the next step on. Between steps only. Between steps only.
+        """Apply an activation policy: keep the activations of this plan from the next step on. Between steps only.
 
         Raises:
             ConfigError: it cannot be done by this executor, or not while the run continues; nothing has changed then.

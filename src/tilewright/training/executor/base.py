@@ -62,13 +62,14 @@ class StepResult:
 
     @classmethod
     def left_out(cls, microbatches: Sequence[Batch]) -> "StepResult":
-        """The result of a step that is not computed, because it was lost before."""
+        """The result of an executor's step that is not computed, because it was lost before."""
         why = "its gradient turned bad half-way before, so it is left out"
         return cls(math.nan, count_targets(microbatches), count_tokens(microbatches), math.nan, why, 1.0, 0.0)
 
 
 def keep_fp32_gradients(params: Iterable[Tensor]) -> None:
-    """Gradients of 16-bit parameters are kept in FP32: micro-batches are summed, unscaled and clipped there."""
+    """Base of executors: keep gradients of 16-bit parameters in FP32: micro-batches are summed, unscaled and clipped
+    there."""
     for param in params:
         if param.dtype in (torch.float16, torch.bfloat16):
             param.grad_dtype = torch.float32
@@ -87,11 +88,12 @@ class Executor(Protocol):
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The present plan of each layer."""
+        """The executor's present plan of each layer."""
         ...
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
-        """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
+        """Executor between steps: do this with each layer from now on. No number changes. All of it or, on an error,
+        nothing.
 
         Raises:
             ConfigError: this executor cannot do it, or not while the run continues.
@@ -102,7 +104,7 @@ class Executor(Protocol):
         ...
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
+        """An executor's step: forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError, MemoryError: an allocator found no memory. Nothing has changed: the
@@ -116,7 +118,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back threads, files and memory off the device."""
+        """Close the executor: free threads, files and memory off the device."""
         ...
 
 
@@ -153,7 +155,7 @@ class ExecutorInputs:
     sync: GradientSync | None = None
 
     def plan_of(self, num_layers: int) -> MemoryPlan:
-        """The plan of each of so many layers."""
+        """The executor's plan of each of so many layers."""
         return self.memory_plan or memory_plan_of(self.recipe, num_layers)
 
 

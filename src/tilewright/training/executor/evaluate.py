@@ -28,7 +28,7 @@ class HeldOut:
     num_bytes: dict[str, int | None]
 
     def after(self, part: "HeldOut") -> "HeldOut":
-        """The rest of it behind its first batches."""
+        """The rest of held-out batches to evaluate, behind the first ones."""
         return HeldOut(
             {domain: rows[len(part.batches[domain]) :] for domain, rows in self.batches.items()},
             {domain: size and size - (part.num_bytes[domain] or 0) for domain, size in self.num_bytes.items()},
@@ -47,11 +47,12 @@ class DomainLoss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Independent of the tokenizer, so comparable between runs and with compressors; None without bytes."""
+        """Evaluated bits per byte: independent of the tokenizer, so comparable between runs and with compressors; None
+        without bytes."""
         return bits_per_byte(self.loss * self.tokens, self.bytes) if self.bytes else None
 
     def to_json(self) -> dict[str, float]:
-        """The metrics.jsonl form."""
+        """An evaluated loss by domain in the form of metrics.jsonl."""
         row: dict[str, float] = {"loss": self.loss, "ppl": self.ppl, "tokens": self.tokens}
         bits = self.bits_per_byte
         return row if self.bytes is None or bits is None else row | {"bytes": self.bytes, "bits_per_byte": bits}
@@ -96,7 +97,7 @@ def evaluate(
 def evaluate_texts(
     model: TrainableModel, part: HeldOut, rest: HeldOut, other: HeldOut, *, whole: bool, **how: Any
 ) -> dict[str, dict[str, DomainLoss]]:
-    """The tables of an evaluation: `eval`, `eval_part` where that is less than all, and `eval_other`.
+    """Evaluate texts: the tables `eval`, `eval_part` where that is less than all, and `eval_other`.
 
     Args:
         model: see `evaluate`.
@@ -115,7 +116,7 @@ def evaluate_texts(
 
 
 def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
-    """All domains as one: the loss weighted by targets, bits per byte by bytes; None without targets.
+    """Evaluated domains pooled as one: the loss weighted by targets, bits per byte by bytes; None without targets.
 
     Example:
         >>> pooled({"a": DomainLoss(1.0, 2.718, 1), "b": DomainLoss(4.0, 54.6, 2)}).loss
@@ -130,7 +131,7 @@ def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
 
 
 def joined(*parts: Mapping[str, DomainLoss]) -> dict[str, DomainLoss]:
-    """Results on parts of a text as those on all of it.
+    """Evaluations of parts of a text joined as one of all of it.
 
     Example:
         >>> joined({"a": DomainLoss(1.0, 2.718, 1, 4)}, {"a": DomainLoss(4.0, 54.6, 2, 8)})["a"].loss
@@ -167,7 +168,8 @@ def _shared(
     num_bytes: Mapping[str, int | None],
     data: dist.ProcessGroup,
 ) -> dict[str, DomainLoss]:
-    """One rank's part of the batches, then the sums of all, added up in the order in which one rank would.
+    """Evaluate on several ranks: one rank's part of the batches, then the sums of all, added up in the order in which
+    one rank would.
 
     Each rank computes as many batches as every other, the last one again where there is none left for it: a forward
     pass of a sharded model is one of all ranks.

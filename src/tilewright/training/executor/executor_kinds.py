@@ -33,7 +33,8 @@ from tilewright.training.executor.standard import standard_executor
 
 
 def layer_major_executor(inputs: ExecutorInputs) -> LayerMajorExecutor:
-    """The executor of a run: the model is cut into layer groups, and parameters and states get their homes.
+    """The kind of executor "layer-major" of a run: the model is cut into layer groups, and parameters and states get
+    their homes.
 
     Raises:
         FitError: a tier has not so much room.
@@ -78,7 +79,7 @@ def layer_major_executor(inputs: ExecutorInputs) -> LayerMajorExecutor:
 
 
 def _home(inputs: ExecutorInputs, layer_groups: LayerGroups, memory_plan: MemoryPlan) -> ParamOffloader:
-    """Parameters and states of each layer group in their tiers."""
+    """Homes for the layer-major kind of executor: parameters and states of each layer group in their tiers."""
     wanted = by_group(memory_plan, layer_groups)
     return ParamOffloader(
         inputs.model,
@@ -94,7 +95,8 @@ def _home(inputs: ExecutorInputs, layer_groups: LayerGroups, memory_plan: Memory
 
 
 def _tell(memory_tracker: MemoryTracker, run: LayerMajor) -> None:
-    """Let the memory tracker know whose bytes are where, while some are off the device; else it finds out by itself."""
+    """Tell the memory tracker, for a kind of executor, whose bytes are where, while some are off the device; else it
+    finds out by itself."""
     home = run.offloader
 
     def parameters() -> Mapping[Tier, int]:
@@ -114,7 +116,8 @@ def _tell(memory_tracker: MemoryTracker, run: LayerMajor) -> None:
 
 
 def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
-    """The keeper of the bytes that a delayed step changes: on disk, where some of them are stored there."""
+    """The rollback buffer of a kind of executor, for the bytes that a delayed step changes: on disk, where some of them
+    are stored there."""
     memory = recipe.memory
     if recipe.optim.clip != "delayed" or memory.rollback != "buffer":
         return None
@@ -123,7 +126,8 @@ def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, fol
 
 
 def _no_loss_scaling(precision: PrecisionSection) -> ConfigError:
-    """Layer groups are updated before the whole gradient is seen, so an overflow could not be reported in time."""
+    """The kind of executor that has no loss scaling: layer groups are updated before the whole gradient is seen, so an
+    overflow could not be reported in time."""
     got, change = [], []
     if precision.loss_scale != "auto":
         got, change = [f"precision.loss_scale = {precision.loss_scale}"], ['precision.loss_scale = "auto"']
@@ -155,12 +159,12 @@ KINDS: Mapping[str, ExecutorKind] = MappingProxyType(
 
 
 def executor_of(recipe: Recipe, given: ExecutorKind | None = None) -> ExecutorKind:
-    """The executor of a recipe's steps: the one that the caller gives, or the one that it names."""
+    """The kind of executor of a recipe's steps: the one that the caller gives, or the one that it names."""
     return given or KINDS[recipe.executor]
 
 
 def check_executor(recipe: Recipe, can: Capabilities) -> None:
-    """Refuse an executor that a caller gives and that cannot do what a recipe asks.
+    """Refuse a kind of executor that a caller gives and that cannot do what a recipe asks.
 
     Raises:
         ConfigError: it cannot.

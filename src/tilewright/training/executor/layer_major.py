@@ -90,7 +90,7 @@ class _Attempt:
     """Outputs of the model in addition to its loss, summed over the targets of this rank."""
 
     def norm(self, order: Sequence[Tensor] | None = None) -> float:
-        """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""
+        """Norm of the gradient so far in a layer-major step, in this order of the parameters. Waits for the device."""
         lengths = [self.norms[param] for param in order or self.norms if param in self.norms]
         return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0
 
@@ -167,7 +167,7 @@ class LayerMajorExecutor:
         keep_fp32_gradients(self._params)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one optimizer step: see `base.Executor`.
+        """Run one layer-major optimizer step: see `base.Executor`.
 
         Raises:
             NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good
@@ -213,19 +213,19 @@ class LayerMajorExecutor:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The present plan of each layer."""
+        """The layer-major executor's present plan of each layer."""
         return self._policy.now
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
-        """Between steps: do this with each layer from now on; see `PlanApplier.apply`."""
+        """Layer-major, between steps: do this with each layer from now on; see `PlanApplier.apply`."""
         self._policy.apply(memory_plan)
 
     def stateful(self) -> dict[str, Stateful]:
-        """Clipping, and what delayed clipping knows of the step before."""
+        """The layer-major executor's state: clipping, and what delayed clipping knows of the step before."""
         return {"clip": self.clip, **({"delayed": self.delayed} if self.delayed is not None else {})}
 
     def close(self) -> None:
-        """Give back threads, files and memory. What is stored off the device is lost."""
+        """Close the layer-major executor: free threads, files and memory. What is stored off the device is lost."""
         self.run.inputs.close()
         self.run.offloader.close()
         if self.rollback_buffer is not None:
@@ -287,7 +287,7 @@ class LayerMajorExecutor:
             self._update(part, params, grads)
 
     def _ready(self, part: LayerGroup, attempt: _Attempt) -> Tensor:
-        """All that comes before the first change: is the gradient good, and are the layer group's bytes kept."""
+        """Layer-major, before the first change: is the gradient good, and are the layer group's bytes kept."""
         params, _ = _with_gradients(part)
         norms = self._measure_sum(part, attempt)
         norm = attempt.norm()
@@ -301,7 +301,7 @@ class LayerMajorExecutor:
         return norms
 
     def _take_back(self, attempt: _Attempt, why: str) -> None:
-        """Make the step not to have happened."""
+        """Take a layer-major step back, as if it had not happened."""
         attempt.skipped = why
         if not attempt.updated:
             return
@@ -323,7 +323,7 @@ class LayerMajorExecutor:
         attempt.updated.clear()
 
     def _final(self, error: BaseException, attempt: _Attempt) -> PartialUpdateError | None:
-        """The error of a step that found no memory; None where nothing was updated, or it is undone."""
+        """The error of a layer-major step that found no memory; None where nothing was updated, or it is undone."""
         if self._everyone is not None:
             return others_wait(error)
         if not attempt.updated:
@@ -337,8 +337,7 @@ class LayerMajorExecutor:
     # ---- both ----
 
     def _finish(self, work: Callable[[], Result]) -> Result:
-        """`StepTransaction.finish`; kept graphs are freed where memory runs out, since their layer groups can be
-        recomputed."""
+        """Finish a layer-major step: `StepTransaction.finish`; kept graphs are freed where memory runs out."""
         return self.transaction.retry_on_oom(work, self.run.free_saved_graphs)
 
     def _forward(self, batches: Sequence[Batch], attempt: _Attempt) -> bool:
@@ -354,19 +353,19 @@ class LayerMajorExecutor:
             raise _BadStep(NOT_FINITE)
 
     def _gradients(self, part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
-        """`_with_gradients`, once they are summed over the ranks."""
+        """Gradients of a layer group in a layer-major step: `_with_gradients`, once they are summed over the ranks."""
         sum_gradients(self._communicator, part.trained)
         return _with_gradients(part)
 
     @torch.no_grad()
     def _measure(self, part: LayerGroup, attempt: _Attempt) -> Tensor:
-        """`_measure_sum`, of the sum over the ranks."""
+        """The norm of a layer group's gradients: `_measure_sum`, of the sum over the ranks."""
         self._gradients(part)
         return self._measure_sum(part, attempt)
 
     @torch.no_grad()
     def _measure_sum(self, part: LayerGroup, attempt: _Attempt) -> Tensor:
-        """Lengths of the gradients of a layer group, one a tensor, elements clamped if the recipe says so."""
+        """Layer-major: lengths of a layer group's gradients, one per tensor, elements clamped if the recipe says so."""
         params, grads = _with_gradients(part)
         if not grads:
             return torch.zeros(0, device=self.device)
@@ -378,7 +377,7 @@ class LayerMajorExecutor:
         return norms
 
     def _update(self, part: LayerGroup, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Update a layer group whose gradients are in `.grad`."""
+        """Layer-major update of a layer group whose gradients are in `.grad`."""
         self._finish(lambda: self.optimizer.step_params(*_with_gradients(part)))
         self._refresh(part)
 
@@ -387,7 +386,7 @@ class LayerMajorExecutor:
             self._finish(lambda: weights.refresh(part.modules))
 
     def _tensors(self, params: list[Tensor]) -> list[Tensor]:
-        """All that an update of these parameters changes."""
+        """All tensors that a layer-major update of these parameters changes."""
         return [tensor for param in params for tensor in (param, *self.optimizer.state[param].values())]
 
     def _phase(self, name: str) -> AbstractContextManager[None]:

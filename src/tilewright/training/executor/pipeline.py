@@ -75,7 +75,7 @@ class PipelineExecutor(StandardExecutor):
                 self.memory_tracker.count_beside(queue.owned_bytes)
 
     def schedule_of(self, count: int) -> Any:
-        """The schedule of torch's that steps of so many micro-batches run."""
+        """The pipeline executor's schedule of torch's that steps of so many micro-batches run."""
         return self._steps.schedule_of(count)
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
@@ -101,7 +101,7 @@ class PipelineExecutor(StandardExecutor):
     def _rows_of_all(
         self, rows: tuple[Tensor, Tensor] | None, microbatches: Sequence[Batch]
     ) -> tuple[Tensor, Tensor] | None:
-        """The last stage's values of each row, on all ranks in the row."""
+        """The last stage's values of each row, on all ranks of the pipeline."""
         counts = torch.cat([sums_by_row(torch.zeros(batch["labels"].shape), batch)[1] for batch in microbatches])
         sums = torch.zeros(1 + len(counts), device=self.device)
         if rows is not None:
@@ -110,7 +110,7 @@ class PipelineExecutor(StandardExecutor):
         return (sums[1:], counts) if sums[0] else None
 
     def _tell_row(self, aux: dict[str, Tensor], names: Sequence[str]) -> None:
-        """The last stage's outputs beside its loss, to all ranks in the row: the others have nothing of it."""
+        """The last stage's outputs beside its loss, to all ranks of the pipeline: the others have nothing of it."""
         nothing = torch.zeros((), dtype=sum_dtype(self.device), device=self.device)
         sums = torch.stack([aux.get(name, nothing) for name in names])
         sum_over(self._world.row.handle, [sums])
@@ -121,7 +121,7 @@ class PipelineExecutor(StandardExecutor):
         sum_over(self._world.row.handle, [loss_sum])
 
     def _told(self, attempt: StandardAttempt) -> dict[str, float]:
-        """Means of experts' outputs over their layers, of which stages have different numbers."""
+        """Means of experts' outputs over the pipeline's layers, of which stages have different numbers."""
         layers = self._staged.counting_layers
         if layers is None:
             return super()._told(attempt)
@@ -136,7 +136,7 @@ class PipelineExecutor(StandardExecutor):
 
     @contextmanager
     def _told_of_passes(self) -> Iterator[None]:
-        """While the passes of a step run."""
+        """Open while the passes of a pipeline's step run."""
         heartbeat = self._world.heartbeat
         if heartbeat is None:
             yield
@@ -146,7 +146,7 @@ class PipelineExecutor(StandardExecutor):
 
     @contextmanager
     def _watch(self, action: str, stage: int, number: int) -> Iterator[None]:
-        """A pass of a stage: a phase of memory, and of this rank's record by the stage's name."""
+        """Watch a pass of a pipeline's stage: a phase of memory, and of this rank's record by the stage's name."""
         phase = "backward" if action == "backward of inputs" else action
         told = self._tell_pass(f"{action} of micro-batch {number + 1}, stage {stage + 1}")
         with told, self._phase(phase), self.clock.measure(action, stage, number):
@@ -154,12 +154,12 @@ class PipelineExecutor(StandardExecutor):
 
 
 def _untold(name: str) -> AbstractContextManager[None]:
-    """Open while a pass of an unwatched run runs; does nothing."""
+    """Open while a pass of an unwatched run's pipeline runs; does nothing."""
     return nullcontext()
 
 
 def pipeline_executor(inputs: ExecutorInputs) -> PipelineExecutor:
-    """The executor of a run whose layers are on different ranks."""
+    """The pipeline executor of a run whose layers are on different ranks."""
     model = inputs.model
     assert isinstance(model, Staged), "cut by `parallelize`"
     recipe = inputs.recipe

@@ -158,17 +158,18 @@ class StandardExecutor:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The present plan of each layer. Of an executor that was made with `policy`."""
+        """The standard executor's present plan of each layer. Of an executor that was made with `policy`."""
         assert self._policy is not None, "made without a policy"
         return self._policy.now
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
-        """Between steps: do this with each layer from now on; see `activation_policy.ActivationPolicy.apply`."""
+        """Standard executor, between steps: do this with each layer from now on; see
+        `activation_policy.ActivationPolicy.apply`."""
         assert self._policy is not None, "made without a policy"
         self._policy.apply(memory_plan)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one optimizer step: see `base.Executor.step`.
+        """Run one standard optimizer step: see `base.Executor.step`.
 
         Raises:
             NumericsError: without loss scaling, the third step in a row whose gradient is not finite. The weights
@@ -210,17 +211,18 @@ class StandardExecutor:
         )
 
     def stateful(self) -> dict[str, Stateful]:
-        """Clipping and the loss scale."""
+        """The standard executor's state: clipping and the loss scale."""
         found: dict[str, Stateful] = {"clip": self.clip}
         return found if self.scaler is None else found | {"scaler": self.scaler}
 
     def close(self) -> None:
-        """Nothing is held off the device."""
+        """Close the standard executor: nothing is held off the device."""
 
     def _guarded(
         self, control: PrecisionController, microbatches: Sequence[Batch], num_targets: int, scale: float
     ) -> tuple[StandardAttempt, str | None]:
-        """The step, and why it was computed again in wider formats, if it was: where the controller finds it bad."""
+        """A standard step, and why it was computed again in wider formats, if it was: where the controller finds it
+        bad."""
         before = [(part, part.state_dict()) for part in (self.clip, self.scaler) if part is not None]
         attempts: list[StandardAttempt] = []
 
@@ -235,24 +237,25 @@ class StandardExecutor:
         return replace(attempts[-1], skipped=attempts[-1].skipped or skipped), redone
 
     def _check_alike(self, microbatches: Sequence[Batch]) -> None:
-        """Raise where ranks that meet in the passes would not run the same ones."""
+        """Raise where ranks that meet in the passes of a standard step would not run the same ones."""
         if self._reads is not None:
             StepPlan.of(microbatches).check(self._reads)
         elif self._sharded:
             check_as_many(self._everyone, len(microbatches), self.device)
 
     def _told(self, attempt: StandardAttempt) -> dict[str, float]:
-        """Outputs of the model in a step, over all ranks."""
+        """Outputs of the model in a standard step, over all ranks."""
         return mean_over(self._data, attempt.aux, attempt.targets, self.device)
 
     def _begin(self, scale: float) -> None:
-        """An attempt begins, which may be another one of the same step, or follow one that was skipped."""
+        """Begin an attempt of a standard step, which may be another one of the same step, or follow one that was
+        skipped."""
         if self._sync is not None:
             self._sync.begin(scale)
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
-        """Forward and backward over all micro-batches; the gradient of the mean loss is left in `param.grad`, summed
-        over the ranks and clipped."""
+        """An attempt of a standard step: forward and backward over all micro-batches; the gradient of the mean loss is
+        left in `param.grad`, summed over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
         aux: dict[str, Tensor] = {}
         told: list[tuple[Tensor | None, Batch]] = []
@@ -278,7 +281,8 @@ class StandardExecutor:
         return StandardAttempt(*judged, aux, sum(targets), sums_of_rows(told))
 
     def _judged(self, loss_sum: Tensor, num_targets: int, scale: float) -> tuple[float, float, str | None]:
-        """After the passes: loss and gradients are summed over ranks. Mean loss, norm, and a reason not to update."""
+        """Standard step after the passes: loss and gradients are summed over ranks. Mean loss, norm, and a reason not
+        to update."""
         with self._phase("update"):
             self._sum_over_ranks(loss_sum)
             loss = float(loss_sum) / max(num_targets, 1)
@@ -287,13 +291,14 @@ class StandardExecutor:
             return loss, *self._judge(loss, 1.0 / scale)
 
     def _sum_over_ranks(self, loss_sum: Tensor) -> None:
-        """The loss, in place, and the gradients."""
+        """Sum the loss of a standard step over ranks, in place, and the gradients."""
         if self._sharded or self._everyone is not None:
             sum_over(self._data, [loss_sum])
             self._gradients.finish()
 
     def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
-        """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""
+        """Judge a standard step: unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason
+        not to apply it."""
         result = self.clip(self._params, inv_scale)
         overflow = not (math.isfinite(result.norm) and math.isfinite(loss))
         if self.scaler is not None:
@@ -303,7 +308,7 @@ class StandardExecutor:
         return result.norm, result.skip
 
     def _apply(self, lr: float, progress: StepProgress) -> None:
-        """Update the weights, and what follows from them."""
+        """Apply a standard step: update the weights, and what follows from them."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         progress.gradients = self._num_gradients()
@@ -331,7 +336,7 @@ class StandardExecutor:
         return sum(param.grad is not None for param in self._params)
 
     def _final(self, error: BaseException, progress: StepProgress) -> PartialUpdateError | None:
-        """The error of a step that got so far and cannot be taken back; None where it can."""
+        """The error of a standard step that got so far and cannot be taken back; None where it can."""
         if self._everyone is not None:
             return None if isinstance(error, OnAllRanksError) else others_wait(error)
         if progress.updated:
@@ -350,7 +355,7 @@ class StandardExecutor:
 def after_step(
     model: TrainableModel, data: dist.ProcessGroup | None, retry: Callable[[Callable[[], None]], None]
 ) -> None:
-    """`model.after_step`; a model for one rank need not take a group.
+    """Call `model.after_step` behind a standard step; a model for one rank need not take a group.
 
     Args:
         model: whose weights are new.
@@ -382,8 +387,8 @@ def standard_executor(inputs: ExecutorInputs) -> StandardExecutor:
 
 
 def quantized_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> QuantizedWeights | None:
-    """FP8 data of whole weights, made once per step; None where ranks hold parts: each pass quantises what it has
-    gathered.
+    """The standard executor's FP8 data of whole weights, made once per step; None where ranks hold parts: each pass
+    quantises what it has gathered.
 
     Args:
         model: converted.

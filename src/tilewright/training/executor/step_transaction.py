@@ -67,8 +67,8 @@ class StateBefore:
         self._snapshot = Snapshot(slots, device)
 
     def forget_pass(self, *parts: Stateful) -> None:
-        """Forget the pass of a step that is skipped: what forward and backward left in the model is as it was, and in
-        these parts.
+        """Forget the pass of a step that is skipped, in its transaction: what forward and backward left in the model is
+        as it was, and in these parts.
 
         Generators stay where they are, as data does: the next step draws other numbers.
         """
@@ -78,7 +78,7 @@ class StateBefore:
                 part.load_state_dict(state)
 
     def restore(self) -> None:
-        """Put the state back for a step that is computed again."""
+        """Restore the state before a step's transaction, for a step that is computed again."""
         self._snapshot.restore()
         for part, state in self._parts:
             part.load_state_dict(state)
@@ -109,7 +109,8 @@ class StepTransaction:
     def rollback_on_oom(
         self, *, irrevocable: Callable[[BaseException], PartialUpdateError | None] = lambda _: None
     ) -> Iterator[StateBefore]:
-        """Where an allocator finds no memory inside, everything is put back, and its error is raised.
+        """Roll a step back: where an allocator finds no memory inside, everything is as it was, and its error is
+        raised.
 
         Gives what was before, for a step that turns out to be skipped.
 
@@ -138,7 +139,8 @@ class StepTransaction:
             raise
 
     def retry_on_oom(self, work: Callable[[], Result], on_oom: Callable[[], None] | None = None) -> Result:
-        """work(); called again where an allocator finds no memory, until it is through.
+        """Retry in a step's transaction: work() is called again where an allocator finds no memory, until it is
+        through.
 
         Args:
             work: continues where it stood when it is called again, or starts over.
@@ -161,17 +163,18 @@ class StepTransaction:
         raise AssertionError("the last try returns or raises")
 
     def free_memory(self) -> None:
-        """Free all that nothing reads any more."""
+        """Free all that nothing reads any more in a step's transaction."""
         free_memory(self._device)
 
     def _free_after_error(self, error: BaseException) -> None:
-        """The error's frames hold what was computed up to it."""
+        """Free memory after the error of a step: its frames hold what was computed up to it."""
         traceback.clear_frames(error.__traceback__)
         free_memory(self._device)
 
 
 def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool], *, alone: bool = True) -> Result:
-    """work(); called again where an allocator finds no memory, each time after `tighten`.
+    """Run a step's transaction with retries: work() is called again where an allocator finds no memory, each time after
+    `tighten`.
 
     Args:
         work: changes nothing where it does not come to its end, as a step in its transaction.
@@ -198,7 +201,7 @@ def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool],
 
 
 def free_memory(device: torch.device) -> None:
-    """Free what nothing reads any more, and of the allocators' free blocks."""
+    """Free memory for a step: what nothing reads any more, and of the allocators' free blocks."""
     gc.collect()
     trim_malloc()
     if device.type == "cuda":
@@ -206,7 +209,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The text of an error, in one line."""
+    """The text of a step's error, in one line."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -222,7 +225,7 @@ def partial_update(error: BaseException, why: str) -> PartialUpdateError:
 
 
 def others_wait(error: BaseException) -> PartialUpdateError:
-    """The error of one of several ranks that found no memory where the others have gone on, or wait for it."""
+    """The error of a step on one of several ranks that found no memory where the others are further, or wait for it."""
     return PartialUpdateError(
         "Out of memory on one rank, in the middle of a step of all",
         got=f"{first_line(error)}; the other ranks are past this point or wait for it",
@@ -255,7 +258,8 @@ class BadSteps:
         self.in_a_row = 0
 
     def watch(self, loss: float, norm: float, *, mended: bool = False) -> None:
-        """Count a step that was not applied, before its gradients are gone; a step that is applied ends the row.
+        """Count a bad step, one that was not applied, before its gradients are gone; a step that is applied ends the
+        row.
 
         Args:
             loss: of the step.
@@ -272,7 +276,7 @@ class BadSteps:
 
 
 def _not_finite_error(model: nn.Module, loss: float, norm: float, steps: int) -> NumericsError:
-    """The error of a run whose gradient stays non-finite, naming where that shows first."""
+    """The error of a run of bad steps, whose gradient stays non-finite, naming where that shows first."""
     bad_weights = list(_not_finite((name, param) for name, param in model.named_parameters()))
     named = [(name, param.grad) for name, param in model.named_parameters() if param.grad is not None]
     bad = list(_not_finite(reversed(named)))  # the backward pass runs from the last module to the first
@@ -296,7 +300,8 @@ def _not_finite_error(model: nn.Module, loss: float, norm: float, steps: int) ->
 
 
 def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
-    """True where every floating-point tensor is finite. All are asked, as ranks that hold other ones have to meet."""
+    """True where every floating-point tensor of a step is finite. All are asked, as ranks that hold other ones have to
+    meet."""
     return not list(_not_finite((name, t) for name, t in named if t.is_floating_point()))
 
 

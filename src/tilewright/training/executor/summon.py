@@ -66,7 +66,7 @@ class Summoned:
             self._home.flush()
 
     def open(self, part: LayerGroup | None) -> None:
-        """Have this layer group live, and no other."""
+        """Summon a layer group: have this one live, and no other."""
         if part is self._open or self._home is None:
             return
         if self._open is not None:
@@ -77,17 +77,17 @@ class Summoned:
 
     @property
     def live(self) -> Live | None:
-        """See `tensor`; None where each tensor has its bytes all the time."""
+        """See `tensor` of summoned ones; None where each tensor has its bytes all the time."""
         return None if self._home is None else self.tensor
 
     def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors in the order in which they are best asked for: those of one layer together."""
+        """The tensors in the order in which they are best summoned: those of one layer together."""
         first = (-1,)
         return dict(sorted(tensors.items(), key=lambda item: self._found.get(item[0], first)[0]))
 
     def tensor(self, name: str, other: Tensor) -> Tensor:
-        """The tensor of this name with its bytes, until one of another layer group is asked for; `other` where the name
-        is of nothing that has a home."""
+        """Summon the tensor of this name with its bytes, until one of another layer group is asked for; `other` where
+        the name is of nothing that has a home."""
         if name not in self._found:
             return other
         _, part, param, key = self._found[name]
@@ -115,7 +115,7 @@ class TensorAccess:
     def summon(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, changes: bool = False
     ) -> Summoned:
-        """Any tensor, with its bytes.
+        """Summon any tensor, with its bytes.
 
         Args:
             model: whose parameters are wanted.
@@ -127,7 +127,7 @@ class TensorAccess:
         return Summoned(model, optimizer, self._groups, self._home, changes=changes)
 
     def is_finite(self, model: nn.Module) -> bool:
-        """True where every parameter and buffer is finite."""
+        """True where every parameter and buffer is finite, summoned one by one."""
         with self.summon(model) as summoned:
             if summoned.live is None or self._groups is None:
                 finite = all_finite(model.named_parameters())
@@ -141,8 +141,8 @@ class TensorAccess:
 
     @contextmanager
     def forward_passes(self, model: nn.Module) -> Iterator[None]:
-        """Forward passes of the model are possible inside: evaluation, samples. They find each layer group on the
-        device when they come to it.
+        """Summoned layers: forward passes of the model are possible inside: evaluation, samples. They find each layer
+        group on the device when they come to it.
 
         Nothing is compiled inside then: the layers' hooks are not part of what was.
         """

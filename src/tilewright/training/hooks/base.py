@@ -61,11 +61,12 @@ class StepHook(Protocol):
     """Its calls change nothing where they find no memory, and are made again under a smaller memory plan."""
 
     def before_step(self, step: Step) -> Step:
-        """The step to compute: the one that was given, or another. The weights are those of the step before."""
+        """A hook before a step: the step to compute, the one that was given or another. The weights are those of the
+        step before."""
         return step
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """The step was computed or skipped (`result.skipped`), counted, and written down.
+        """A hook after a step: it was computed or skipped (`result.skipped`), counted, and written down.
 
         Args:
             step: as it was computed.
@@ -73,16 +74,17 @@ class StepHook(Protocol):
         """
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """Numbers for the row of metrics of a step with a line: numbers, or mappings of them. Called on all ranks,
-        before the row is written."""
+        """A hook's numbers for the row of metrics of a step with a line: numbers, or mappings of them. Called on all
+        ranks, before the row is written."""
         return {}
 
     def phase(self, name: str) -> None:
-        """The run goes on to something else: `data` (and the step), `evaluate`, `save`, `samples` or `export`."""
+        """A hook's call when the run turns to something else: `data` (and the step), `evaluate`, `save`, `samples` or
+        `export`."""
 
     def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
-        """Settings, `section.field`, with which the run is to begin again from the checkpoint that was just written;
-        empty: it goes on. Called after each save on the way, and the same on all ranks.
+        """A hook's settings, `section.field`, with which the run is to begin again from the checkpoint that was just
+        written; empty: it continues. Called after each save on the way, and the same on all ranks.
 
         Args:
             steps_left: of the run.
@@ -91,30 +93,30 @@ class StepHook(Protocol):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State on which the next steps depend, in JSON types: part of each checkpoint."""
+        """A hook's state on which the next steps depend, in JSON types: part of each checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`. Where a checkpoint has no part of this name, it is not called."""
+        """Restore a hook's state from `state_dict()`. Where a checkpoint has no part of this name, it is not called."""
 
 
 class HookPart(Protocol):
     """Anything with numbers and a state, for `AfterStep`."""
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """Numbers for the row of metrics: see `StepHook.numbers`."""
+        """A hook's numbers for the row of metrics: see `StepHook.numbers`."""
         ...
 
     def phase(self, name: str) -> None:
-        """The run enters another phase: see `StepHook.phase`."""
+        """A hook's call when the run enters another phase: see `StepHook.phase`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: see `StepHook.state_dict`."""
+        """A hook's state for a checkpoint: see `StepHook.state_dict`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint: see `StepHook.load_state_dict`."""
+        """Restore a hook's state of a checkpoint: see `StepHook.load_state_dict`."""
         ...
 
 
@@ -186,7 +188,7 @@ class RestartError(Exception):
 
 
 def restart_if_asked(hooks: Sequence[StepHook], steps: int, step: int, begin_s: float, recorder: MetricsLogger) -> None:
-    """After a checkpoint on the way: begin again from it, where a hook asks for that.
+    """Restart if a hook asks for that: after a checkpoint on the way, begin again from it.
 
     Args:
         hooks: of the run.

@@ -68,11 +68,11 @@ class RunEnergy:
 
     @property
     def state(self) -> str:
-        """`measured`, `estimated` or `unavailable`; the same on all ranks."""
+        """State of the energy's measurement: `measured`, `estimated` or `unavailable`; the same on all ranks."""
         return MEASURED if self._counts else ESTIMATED if self.section.assume_watts else UNAVAILABLE
 
     def hook(self, parts: Components) -> "EnergyHook":
-        """The teller of a run's phases and steps.
+        """The hook that reports a run's phases and steps to the energy's counters.
 
         Args:
             parts: of the run.
@@ -119,7 +119,8 @@ class RunEnergy:
         }
 
     def _of_plan(self, tokens: int, machines: int) -> dict[str, Any]:
-        """FLOPs of the tokens' matmuls, and energy as planned for all steps; None where they are not known."""
+        """FLOPs of the tokens' matmuls for the energy's table, and energy as planned for all steps; None where they are
+        not known."""
         if self._plan is None:
             return {"flops": None, "planned": None}
         plan, steps = self._plan
@@ -130,14 +131,14 @@ class RunEnergy:
         }
 
     def write(self, tokens: int, steps: int) -> dict[str, Any]:
-        """`energy.json`, by the first rank; called on all of them. Returns what is in it."""
+        """Write `energy.json`, by the first rank; called on all of them. Returns what is in it."""
         table = self.table(tokens, steps)
         if self.world.is_first:
             self._folder.write_json(FILE, table)
         return table
 
     def finish(self, step: int, tokens: int, tell: Callable[[int, str, str], object]) -> None:
-        """The end of a run, or of this part of it; called on all ranks.
+        """Finish the energy of a run, or of this part of it; called on all ranks.
 
         Args:
             step, tokens: that the run has learned.
@@ -148,7 +149,7 @@ class RunEnergy:
             tell(step, "energy", in_words(table))
 
     def said(self) -> str:
-        """The counters in a line, at the start of a run."""
+        """The energy counters in a line, at the start of a run."""
         reasons = "; ".join(self._reasons)
         if self.state == MEASURED:
             parts = ", ".join(f"{part.covers} ({part.how})" for part in self.meter.parts)
@@ -176,11 +177,12 @@ class EnergyHook(StepHook):
         self._of_steps = energy.state != UNAVAILABLE
 
     def phase(self, name: str) -> None:
-        """The run enters another phase: see `StepHook.phase`."""
+        """The energy's hook when the run enters another phase: see `StepHook.phase`."""
         self._energy.meter.at(PHASES[name])
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, float]:
-        """Joules up to now, and of a step since the row before, of all ranks; estimated ones say so in their name."""
+        """Energy in joules up to now, and of a step since the row before, of all ranks; estimated ones say so in their
+        name."""
         if not self._of_steps:
             return {}
         table = self._energy.write(self._tokens(), step.number)
@@ -195,7 +197,7 @@ class EnergyHook(StepHook):
 
 @contextmanager
 def open_energy(section: EnergySection, world: World, folder: RunFolder, device: str) -> Iterator[RunEnergy | None]:
-    """The energy of a run while it goes on; None where it is not to be measured.
+    """Open the energy of a run while it runs; None where it is not to be measured.
 
     Args:
         section: `[energy]`.
@@ -214,7 +216,7 @@ def open_energy(section: EnergySection, world: World, folder: RunFolder, device:
 
 
 def counters_of(*, processors: bool, gpu: bool) -> tuple[tuple[Counter, ...], tuple[str, ...]]:
-    """Counters that this process reads, and why other parts of the machine are not counted.
+    """Energy counters that this process reads, and why other parts of the machine are not counted.
 
     Args:
         processors: of the machine, which one process reads.
@@ -250,12 +252,12 @@ def _used_before(folder: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
 
 
 def _own_cpu_s() -> float:
-    """Processor seconds of this process and of those that it has started and waited for."""
+    """Processor seconds of this process and of those that it has started and waited for, to estimate energy by."""
     times = psutil.Process().cpu_times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def _busy_cpu_s() -> float:
-    """Processor seconds of all programs of this machine, since it was started."""
+    """Processor seconds of all programs of this machine, since it was started, to estimate energy by."""
     times = psutil.cpu_times()
     return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))

@@ -45,7 +45,7 @@ class ExpertHook(StepHook):
         self._last: Step | None = None
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Add up the rows of the step, over all ranks."""
+        """Add up the rows that experts get in the step, over all ranks."""
         self._last, self.next_step = step, step.number + 1
         if result.skipped is not None:
             return
@@ -55,7 +55,8 @@ class ExpertHook(StepHook):
         self._steps, self._step_s = self._steps + 1, result.seconds
 
     def _load_of_all_layers(self) -> torch.Tensor:
-        """Rows of the step [L, E] by layer of the whole model, FP64: a stage has those of its own layers."""
+        """Experts' load: rows of the step [L, E] by layer of the whole model, FP64: a stage has those of its own
+        layers."""
         config, own = self._model.config, self._model.last_load_LE
         load_LE = torch.zeros(
             config.num_layers - config.num_dense_layers, config.num_experts,
@@ -67,7 +68,7 @@ class ExpertHook(StepHook):
         return load_LE
 
     def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
-        """Another placement, where it is worth a new start."""
+        """Restart for another placement of experts, where it is worth a new start."""
         if self._steps < SETTLED:
             return {}
 
@@ -101,9 +102,9 @@ class ExpertHook(StepHook):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that were counted."""
+        """The experts' rows that were counted, as state."""
         return {"loads": self._loads_LE, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Restore the counted rows of experts."""
         self._loads_LE, self._steps = state["loads"], state["steps"]

@@ -56,7 +56,7 @@ class MixingHook(StepHook):
             self._begin()
 
     def _begin(self) -> None:
-        """Weights that no loss decides hold from the first sample on."""
+        """Begin mixing: weights that no loss decides hold from the first sample on."""
         decision = self.mixer.decide(self._seen(0, {}, {}))
         if decision.weights is not None:
             self._news.append(f"{change_line(self.weights, decision.weights)} ({decision.why})")
@@ -64,7 +64,7 @@ class MixingHook(StepHook):
             self.stream.move(self.weights, decision.why)
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Add the step's rows; at an interval evaluate, decide and move."""
+        """Add the step's rows for mixing; at an interval evaluate, decide and move."""
         for text in self._news:
             step.recorder.event(step.number, "mix", text)
         self._news = []
@@ -106,11 +106,11 @@ class MixingHook(StepHook):
         return MixEvaluation(step, self.steps, dict(self.weights), domains)
 
     def phase(self, name: str) -> None:
-        """A checkpoint has the sums of all ranks."""
+        """Mixing when a run saves: a checkpoint has the sums of all ranks."""
         self.sums.phase(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, the policy's memory, and losses since the last evaluation."""
+        """State of mixing: weights, the policy's memory, and losses since the last evaluation."""
         return {
             "weights": dict(self.weights),
             "evaluations": self._evaluations,
@@ -119,7 +119,7 @@ class MixingHook(StepHook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; of another policy with its weights alone."""
+        """Restore the state of mixing; of another policy its weights alone."""
         self.weights = dict(state["weights"])
         self._evaluations = state["evaluations"]
         self._news = []

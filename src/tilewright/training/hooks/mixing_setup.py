@@ -13,7 +13,7 @@ from tilewright.training.hooks.mixing_hook import MixingHook
 
 
 def mixing_hooks(setup: RunContext, parts: Components) -> tuple[StepHook, ...]:
-    """The hook; nothing where nothing is mixed.
+    """Set up the hook for mixing; nothing where nothing is mixed.
 
     Args:
         setup: of the run.
@@ -38,7 +38,7 @@ def mixing_hooks(setup: RunContext, parts: Components) -> tuple[StepHook, ...]:
     data, fp32 = setup.world.data.handle, recipe.precision.eval_fp32
 
     def losses(number: int) -> dict[str, float]:
-        """Losses of the next held-out batches, around and around."""
+        """Losses of the next held-out batches for mixing, around and around."""
         num = section.eval_batches
         turn = {
             name: [rows[(number * num + i) % len(rows)] for i in range(min(num, len(rows)))]

@@ -98,7 +98,7 @@ class PipelineHook(StepHook):
             stream.assign_with(self._now)
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Fit the cost model to the step, and assign the documents of later steps by it."""
+        """Fit the pipeline's cost model to the step, and assign the documents of later steps by it."""
         passes, parts = self._executor.clock.taken()
         self.next_step = step.number + (1 if step.number < OFTEN else EVERY)
         world, sizes = self._world, [size_of(batch) for batch in step.microbatches]
@@ -122,7 +122,8 @@ class PipelineHook(StepHook):
             self._note(step, measured)
 
     def _proposed(self, measured: MeasuredStep) -> tuple[Balanced, float]:
-        """Places by what is known now, and the share of a step's cost that they put elsewhere; 0: too little."""
+        """Places of documents in the pipeline by what is known now, and the share of a step's cost that they put
+        elsewhere; 0: too little."""
         documents = self._stream.documents if self._balance else None
         if documents is None or not len(documents.lengths_N):
             return self._now, 0.0
@@ -137,7 +138,7 @@ class PipelineHook(StepHook):
         return found, found.differs(self._now, documents.lengths_N, LEAST)
 
     def _data_speeds(self, measured: MeasuredStep) -> tuple[float, ...]:
-        """Of each data rank: of the slowest rank in its row, on a usual micro-batch."""
+        """Speed of each data rank of a pipeline: of the slowest rank in its row, on a usual micro-batch."""
         usual = _usual(measured)
         slowest: dict[int, float] = {}
         for number, rank in enumerate(measured.ranks):
@@ -148,7 +149,8 @@ class PipelineHook(StepHook):
         return tuple(fastest / slowest[row] for row in sorted(slowest))
 
     def restart(self, steps_left: int, begin_s: float) -> Mapping[str, Any]:
-        """Another split of the layers, where measured seconds say that it is worth a new start."""
+        """Restart a pipeline with another split of the layers, where measured seconds say that it is worth a new
+        start."""
         if not self._resplit or self._fit.steps < SETTLED:
             return {}
         place = (self._world.data.rank, self._world.row.rank)
@@ -175,11 +177,11 @@ class PipelineHook(StepHook):
         return {} if move is None else {"parallel.split": move.split}
 
     def _held(self) -> int:
-        """Layers of this rank."""
+        """Layers that this rank of the pipeline holds."""
         return sum(sum(self._stages[i].layers.values()) for i in self._pipeline.stages_of(self._world.row.rank))
 
     def _bytes(self) -> float:
-        """How many times what this rank uses there is."""
+        """How many times the bytes that this rank of the pipeline uses there are."""
         tracker = self._executor.memory_tracker
         peak = tracker.peak_bytes if tracker is not None else 0
         return self._limit_bytes / peak if peak else 1.0
@@ -213,11 +215,11 @@ class PipelineHook(StepHook):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The cost model, and the places that follow from it."""
+        """State of the pipeline's hook: the cost model, and the places that follow from it."""
         return {"fit": self._fit.state_dict(), "places": self._now.to_json(), "next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Restore the state of the pipeline's hook."""
         self._fit.load_state_dict(state["fit"])
         self._now = self._now.from_json(state["places"])
         self.next_step = state["next_step"]
@@ -230,7 +232,8 @@ def _finite(value: float) -> float | None:
 
 
 def size_of(batch: Mapping[str, torch.Tensor]) -> MicroBatchSize:
-    """Sizes behind a micro-batch's cost; without `segments` a row is one document. Both answers of a pair are rows.
+    """Sizes behind a micro-batch's cost in the pipeline's hook; without `segments` a row is one document. Both answers
+    of a pair are rows.
 
     Example:
         >>> ids = torch.zeros(1, 5, dtype=torch.int64)
@@ -247,14 +250,14 @@ def size_of(batch: Mapping[str, torch.Tensor]) -> MicroBatchSize:
 
 
 def _usual(measured: MeasuredStep) -> MicroBatchSize:
-    """The mean of a step's micro-batches."""
+    """A usual micro-batch of the pipeline: the mean of a step's."""
     sizes = [size for rank in measured.ranks for size in rank.sizes]
     tokens, pairs = (sum(found) // max(1, len(sizes)) for found in zip(*map(astuple, sizes), strict=True))
     return MicroBatchSize(tokens, pairs)
 
 
 def _agreed_kinds(model: Staged, world: World) -> dict[int, list[str]]:
-    """The kind of each layer of each stage of the whole model; all ranks call it."""
+    """The kind of each layer of each stage of the pipeline; all ranks call it."""
     mine = {stage.index: [LayerForm.of(layer) for layer in stage.layers] for stage in model.stages}
     found: dict[int, list[LayerForm]] = {}
     for of_rank in gather(world.everyone.handle, mine):
@@ -264,7 +267,8 @@ def _agreed_kinds(model: Staged, world: World) -> dict[int, list[str]]:
 
 
 def _prior(model: Staged, kinds: Mapping[int, list[str]], world: World) -> CostModel:
-    """In proportion to the operations of matmuls, all experts counted, and of attention; all ranks call it."""
+    """The pipeline's first cost model: in proportion to the operations of matmuls, all experts counted, and of
+    attention; all ranks call it."""
     mine = {
         kind: _matrices(layer)
         for stage in model.stages

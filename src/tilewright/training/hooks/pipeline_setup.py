@@ -27,7 +27,8 @@ def rank_hooks(
     limit_bytes: int,
     sync: GradientSync | None,
 ) -> tuple[StepHook, ...]:
-    """Hooks of runs on several processes: those of `pipeline_hooks`; the mover of experts; the raiser of wire formats.
+    """Set up hooks of runs on several processes: those of `pipeline_hooks`; the mover of experts; the raiser of wire
+    formats.
 
     Args:
         section, model, executor, world, stream, limit_bytes: see `pipeline_hooks`.
@@ -44,7 +45,8 @@ def rank_hooks(
 def pipeline_hooks(
     section: ParallelSection, model: Model, executor: Executor, world: World, stream: Stream, limit_bytes: int
 ) -> tuple[StepHook, ...]:
-    """Hooks that measure passes of stages and balance documents over them; none where there are no stages.
+    """Set up the pipeline's hooks, which measure passes of stages and balance documents over them; none where there are
+    no stages.
 
     Args:
         section: `[parallel]`.
@@ -71,7 +73,7 @@ def pipeline_hooks(
 
 
 def domain_hooks(world: World, stream: Stream, device: torch.device) -> tuple[StepHook, ...]:
-    """The hook that tells the training loss of each domain; none where there is one domain.
+    """Set up the hook that reports the training loss of each domain; none where there is one domain.
 
     Args:
         world: of the run.

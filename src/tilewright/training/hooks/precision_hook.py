@@ -52,8 +52,8 @@ class PrecisionHook(StepHook):
     name, repeatable = "control", True
 
     def before_step(self, step: Step) -> Step:
-        """Formats of the step, a sample where one is due (one row, or all of them), and the learning rate lowered by
-        the noise that was measured."""
+        """Precision before a step: its formats, a sample where one is due (one row, or all of them), and the learning
+        rate lowered by the noise that was measured."""
         number, schedule, self._microbatches = step.number - 1, self.control.schedule, step.microbatches
         floors, before = dict(schedule.floors(number)), self.control.controller.formats()
         self.control.enter(number)
@@ -68,16 +68,17 @@ class PrecisionHook(StepHook):
         return replace(step, lr=step.lr * lr_factor(self.control.controller.noise, self.lr_noise_damping))
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """A sample on the batch of a step that wider formats have mended, without what a teacher has added."""
+        """Precision after a step: a sample on the batch of one that wider formats have mended, without what a teacher
+        has added."""
         if self.control.controller.suspect is not None:
             self._look(step.number - 1, self._microbatches, step.recorder)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: see `PrecisionController`."""
+        """The state of the precision's hook for a checkpoint: see `PrecisionController`."""
         return self.control.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint: see `PrecisionController`."""
+        """Restore the state of the precision's hook: see `PrecisionController`."""
         self.control.load_state_dict(state)
 
     def _look(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
@@ -101,7 +102,8 @@ class PrecisionHook(StepHook):
                 recorder.event(step + 1, event, text, count=len(moves), above_8bit=share)
 
     def _pass(self, host_batch: Batch) -> Callable[[], None]:
-        """A pass over the batch's own mean loss, so that a sample is the same wherever its rows are computed."""
+        """A pass for a sample of the precision's hook, over the batch's own mean loss, so that it is the same wherever
+        its rows are computed."""
 
         def run() -> None:
             batch = to_device(host_batch, self.device)
@@ -111,7 +113,7 @@ class PrecisionHook(StepHook):
 
 
 def one_row(microbatches: Sequence[Batch]) -> list[Batch]:
-    """The first row of the first micro-batch."""
+    """The first row of the first micro-batch, for a sample of the precision's hook."""
     return [first_rows(batch, 1) for batch in microbatches[:1]]
 
 
@@ -126,7 +128,7 @@ def precision_hook(
     everyone: dist.ProcessGroup | None = None,
     sites: Sequence[GemmSite] | None = None,
 ) -> PrecisionHook | None:
-    """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
+    """The precision's hook: the controller of single matmuls, if the recipe asks for it or for a schedule of them.
 
     Args:
         recipe: reads `[precision]` and the number of steps.
@@ -167,19 +169,19 @@ class PrecisionModes(StepHook):
     """The next switch; infinite after the last one."""
 
     def before_step(self, step: Step) -> Step:
-        """Enter the mode of the step; a switch is recorded."""
+        """Enter the precision mode of the step; a switch is recorded."""
         if (switched := self.enter(step.number - 1)) is not None:
             step.recorder.event(step.number, "precision_switch", switched)
             step.folder.write_json("precision.json", self.rows())
         return step
 
     def last_from(self, step: int) -> int:
-        """The step, counted from 1, from which on a run that begins with `step` is in its last mode."""
+        """The step, counted from 1, from which on a run that begins with `step` is in its last precision mode."""
         switch = self.schedule.next_switch(step - 1)
         return step if switch == math.inf else int(switch) + 1
 
     def enter(self, step: int) -> str | None:
-        """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
+        """Switch to the precision mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
         mode, self.next_step = self.schedule.at(step), self.schedule.next_switch(step) + 1
         if mode == self.mode:
             return None
@@ -190,7 +192,7 @@ class PrecisionModes(StepHook):
         return f"{before} -> {mode} from step {step + 1} on"
 
     def refresh(self) -> None:
-        """Make the codes of the weights as they are now."""
+        """Refresh the codes of weights in a precision mode: make them as the weights are now."""
         if self.weights is not None:
             self.weights.refresh()
 

@@ -53,7 +53,7 @@ class Agreement(StepHook):
         """True where minutes make a save due after this step: of this process, and once ranks have agreed of any."""
 
     def begin(self, stop: StopRequest) -> None:
-        """The steps of a run begin.
+        """Begin the agreement of ranks when the steps of a run do.
 
         Args:
             stop: what this process is asked for.
@@ -63,7 +63,8 @@ class Agreement(StepHook):
     # ---- between steps ----
 
     def before_step(self, step: Step) -> Step:
-        """The step with the longest row of any rank. What is called next is computing."""
+        """Agreement of ranks before a step: it is the one with the longest row of any rank. What is called next is
+        computing."""
         self.world.waits()
         longest = self.most(-1 if step.row_length is None else step.row_length)
         self.world.works()
@@ -72,7 +73,8 @@ class Agreement(StepHook):
         return replace(step, row_length=None if longest < 0 else int(longest))
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Agree; where a line is due, write the table of ranks. A folder that is gone by then is met by all."""
+        """Agreement of ranks after a step: where a line is due, write the table of ranks. A folder that is gone by then
+        is met by all."""
         table = self.table
         if table is not None:
             table.end_step()
@@ -82,8 +84,8 @@ class Agreement(StepHook):
             self.on_first(lambda: table.write(step.number, rows))
 
     def agree(self) -> None:
-        """Bring together why ranks were asked to stop, whether minutes make a save due, and what allocators said where
-        a piece of the step was called again: from here on all have that of any."""
+        """Agree among ranks: why some were asked to stop, whether minutes make a save due, and what allocators said
+        where a piece of the step was called again: from here on all have that of any."""
         if self.alone:
             return
         self.world.waits()
@@ -96,19 +98,19 @@ class Agreement(StepHook):
             self.stop.request(self._reason(self._asked.reason))
 
     def _reason(self, stop: str | None) -> str:
-        """The reason of the first rank that has one; which ranks, where it is not all."""
+        """The agreed reason of ranks: of the first one that has one; which ranks, where it is not all."""
         reasons = {rank: reason for rank, reason in enumerate(gather(self._group, stop)) if reason is not None}
         first = next(iter(reasons.values()))
         return first if len(reasons) == self.world.size else f"{first} ({named_ranks(reasons)})"
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do work on the first rank; all get its result: see `parallel.launch.on_first`."""
+        """Agree by work on the first rank; all get its result: see `parallel.launch.on_first`."""
         return on_first(self.world, work)
 
     # ---- what plans rest on ----
 
     def most(self, value: float) -> float:
-        """The largest value of any rank."""
+        """The largest value of any rank, agreed on."""
         if self.alone:
             return value
         found = torch.tensor(value, dtype=torch.float64)
@@ -116,11 +118,11 @@ class Agreement(StepHook):
         return float(found)
 
     def least(self, value: float) -> float:
-        """The smallest value of any rank."""
+        """The smallest value of any rank, agreed on."""
         return -self.most(-value)
 
     def worst(self, peaks: Mapping[str, int]) -> dict[str, int]:
-        """The highest peak of any rank, by phase."""
+        """The highest peak of any rank, by phase, agreed on."""
         found: dict[str, int] = {}
         for of_rank in gather(self._group, dict(peaks)):
             for name, size in of_rank.items():
@@ -130,7 +132,7 @@ class Agreement(StepHook):
     # ---- acting together ----
 
     def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
-        """Every layer is treated so from now on, on all ranks or on none.
+        """Apply a memory plan by agreement: every layer is treated so from now on, on all ranks or on none.
 
         Raises:
             TilewrightError, torch.OutOfMemoryError: that of the first rank that cannot, on all.
@@ -174,6 +176,6 @@ class PlannerOnFirst:
 
 
 def planner_on_first(find: Callable[[], Any], agreement: Agreement) -> Any:
-    """The planner that `find` gives, made on the first rank alone; None where there is none."""
+    """A planner agreed on: the one that `find` gives, made on the first rank alone; None where there is none."""
     mine = find() if agreement.world.is_first else None
     return PlannerOnFirst(mine, agreement) if agreement.on_first(lambda: mine is not None) else None

@@ -125,7 +125,7 @@ class AdaptiveReplanner(StepHook):
     # ---- around a step ----
 
     def before_step(self, step: Step) -> Step:
-        """Plan again where the rows' length or the free memory has changed."""
+        """Re-plan before a step where the rows' length or the free memory has changed."""
         if not self.active:
             return step
         self._number, budget = step.number, self._allowed()
@@ -148,7 +148,7 @@ class AdaptiveReplanner(StepHook):
         self._plan_again("budget", text, quiet=not less, change=change, threshold=threshold)
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Compare the second step under a memory plan with what was expected of it."""
+        """Re-plan after a step: compare the second one under a memory plan with what was expected of it."""
         self._number = step.number
         if self.executor.transaction.oom_messages:
             self._tighten_after_relief()
@@ -171,7 +171,8 @@ class AdaptiveReplanner(StepHook):
             self.next_step = 0 if self._near() else math.inf
 
     def _calibrate(self, seconds: float) -> None:
-        """The factors by which every later plan is multiplied; a new plan, where this one is far off."""
+        """Calibrate the re-planner: the factors by which every later plan is multiplied; a new plan, where this one is
+        far off."""
         self.time_factor *= seconds / self.step_s
         error = self.measured / self.peak_bytes - 1
         words = f"{format_bytes(self.measured)} measured, {format_bytes(self.peak_bytes)} expected: {error:+.1%}"
@@ -191,14 +192,15 @@ class AdaptiveReplanner(StepHook):
         self._plan_again("calibration", text, threshold=threshold, **numbers)
 
     def _near(self) -> bool:
-        """True where the run takes so much of its room that its user should hear of plans."""
+        """The re-planner's nearness: true where the run takes so much of its room that its user should hear of
+        plans."""
         return max(self.measured, self.peak_bytes) >= NEAR * self._allowed()
 
     # ---- out of memory ----
 
     def reduce_memory(self, number: int, said: str) -> bool:
-        """Make room for a step that found no memory and has changed nothing; False where there is no tighter memory
-        plan.
+        """Re-plan to reduce memory: make room for a step that found none and has changed nothing; False where there is
+        no tighter memory plan.
 
         Args:
             number: of the step, counted from 1.
@@ -208,14 +210,14 @@ class AdaptiveReplanner(StepHook):
         return self._tighten(f"an allocator found no memory ({said}); the step is computed again")
 
     def _tighten_after_relief(self) -> None:
-        """A step met an out-of-memory in its update, made memory free, and came to its end."""
+        """Re-plan after relief: a step met an out-of-memory in its update, made memory free, and came to its end."""
         said = self.executor.transaction.oom_messages
         text = f"an allocator found no memory {len(said)} times in what cannot be taken back ({said[0]}); it continued"
         said.clear()
         self._tighten(text)
 
     def _tighten(self, text: str) -> bool:
-        """Go over to a memory plan that takes less than the present one; False where there is none."""
+        """Re-plan tighter: take a memory plan that needs less than the present one; False where there is none."""
         planner = self._planner_of_run()
         if planner is None:
             return self._tighten_unplanned(text)
@@ -232,7 +234,7 @@ class AdaptiveReplanner(StepHook):
         return False
 
     def _smaller(self, planner: Replanner, peak_bytes: float) -> Iterable[tuple[Plan, float]]:
-        """Plans for less and less, and the smallest."""
+        """Smaller plans of the re-planner: for less and less, and the smallest."""
         limit, factors = min(peak_bytes, self._allowed()), self._factors
         for _ in range(CUTS):
             limit *= 1 - CUT
@@ -254,7 +256,7 @@ class AdaptiveReplanner(StepHook):
     # ---- decisions ----
 
     def _plan_again(self, trigger: str, text: str, *, quiet: bool = False, **numbers: Any) -> None:
-        """Find the fastest memory plan for what is known now; take it where that must be, or pays.
+        """Re-plan: find the fastest memory plan for what is known now; take it where that must be, or pays.
 
         Args:
             trigger: what happened.
@@ -293,7 +295,7 @@ class AdaptiveReplanner(StepHook):
         return None
 
     def _pays(self, saved_s: float) -> bool:
-        """True where a change that is not needed is worth it: a first step under a new memory plan compiles again."""
+        """True where a re-plan that is not needed is worth it: a first step under a new memory plan compiles again."""
         steps_left = self._steps - self._number
         return saved_s > GAIN * self.step_s and saved_s * steps_left > self._first_s
 
@@ -303,7 +305,7 @@ class AdaptiveReplanner(StepHook):
         return self._place(trigger, text, found.memory_plan, told, **numbers)
 
     def _place(self, trigger: str, text: str, memory_plan: MemoryPlan, told: str = "", **numbers: Any) -> bool:
-        """Go over to a memory plan; False where the executor cannot, and the old one runs on."""
+        """Place a re-planned memory plan; False where the executor cannot, and the old one runs on."""
         before, after = words(self.executor.memory_plan), words(memory_plan)
         try:
             self._agreement.apply(self.executor, memory_plan)
@@ -327,13 +329,13 @@ class AdaptiveReplanner(StepHook):
 
     @property
     def peak_bytes(self) -> float:
-        """Expected peak of a step, corrected."""
+        """The re-planner's expected peak of a step in bytes, corrected."""
         assert self.expected is not None, "nothing is expected yet"
         return self.memory_factor * self.expected.step_bytes
 
     @property
     def step_s(self) -> float:
-        """Expected seconds of a step, corrected."""
+        """The re-planner's expected seconds of a step, corrected."""
         assert self.expected is not None, "nothing is expected yet"
         return self.time_factor * self.expected.step_s
 
@@ -342,11 +344,12 @@ class AdaptiveReplanner(StepHook):
         return {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
 
     def _restart(self, row_length: int | None) -> None:
-        """Another memory plan or row length: nothing that was measured is of it, and nothing is expected yet."""
+        """Restart the re-planner: with another memory plan or row length nothing that was measured is of it, and
+        nothing is expected yet."""
         self.row_length, self.expected, self.measured, self.looks = row_length, None, 0.0, 0
 
     def _planner_of_run(self) -> Replanner | None:
-        """The planner of this run, made now if it is not there; None where the model cannot be planned."""
+        """The re-planner's planner of this run, made now if it is not there; None where the model cannot be planned."""
         if not self._looked:
             self._planner, self._looked = self._find_planner(), True
             known, self._known = self._known, None
@@ -358,7 +361,7 @@ class AdaptiveReplanner(StepHook):
         return self._planner
 
     def _is_known(self) -> bool:
-        """True where anything is expected of the present plan; a planner is asked where nothing is."""
+        """True where the re-planner expects anything of the present plan; a planner is asked where nothing is."""
         if self.expected is None and (planner := self._planner_of_run()) is not None:
             self.expected = planner.predict(self.executor.memory_plan, self.row_length)
         return self.expected is not None
@@ -367,11 +370,11 @@ class AdaptiveReplanner(StepHook):
         return not self._is_known() or self.peak_bytes <= budget
 
     def _allowed(self) -> float:
-        """Bytes that the run may use on the device now."""
+        """Bytes that the re-planner may use on the device now."""
         return min(self._agreement.least(self._free()), self._limit)
 
     def _peaks(self) -> Mapping[str, int]:
-        """Peak bytes by phase since it was asked last, on the rank that took most."""
+        """Peak bytes by phase since the re-planner asked last, on the rank that took most."""
         own = self._memory_tracker.take_peaks()
         return self._agreement.worst({name: size + self._reserve for name, size in own.items()})
 

@@ -34,7 +34,7 @@ def replanner_for(
     budget: Callable[[], float] | None = None,
     agreement: Agreement | None = None,
 ) -> AdaptiveReplanner:
-    """The watcher of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
+    """Set up the re-planner of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
 
     Args:
         setup: machine and plan.
@@ -67,7 +67,8 @@ def replanner_for(
 
 
 def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
-    """Choices for layers where no planner knows the model: those that change no bit, and those that are open."""
+    """The re-planner's choices for layers where no planner knows the model: those that change no bit, and those that
+    are open."""
     if not setup.recipe.memory.plan or "train.activation_checkpoint" in fixed_by_user(setup.loaded):
         return frozenset()
     fused = fuses(setup.compiles, setup.machine)
@@ -76,7 +77,8 @@ def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
 
 
 def cheapest_fixes(setup: RunContext) -> list[str]:
-    """The three cheapest changes with which this run takes less than it does; none where it cannot be planned."""
+    """For the re-planner's error, the three cheapest changes with which this run takes less than it does; none where it
+    cannot be planned."""
     budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
     recipe = changed(setup.recipe, {"plan.device_memory": budget})
     try:
@@ -109,14 +111,15 @@ class MemoryWatch:
         self._looked, self._there = -LOOK_S, 0
 
     def __call__(self) -> float:
-        """Asked before each step."""
+        """Watch memory for the re-planner, before each step."""
         if (now := self._clock()) - self._looked >= LOOK_S:
             self._looked, self._there = now, there_bytes(self._device, self._ranks) + self._reserve
         return float(min(self.limit, self._there))
 
 
 def there_bytes(device: torch.device, ranks: int = 1) -> int:
-    """Free bytes of a device (of a host's memory the share of one of so many ranks), and bytes of this process."""
+    """Free bytes for the re-planner of a device (of a host's memory the share of one of so many ranks), and bytes of
+    this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss

@@ -43,12 +43,12 @@ class GradSyncHook(StepHook):
         self._found: dict[str, float] = {}
 
     def before_step(self, step: Step) -> Step:
-        """Measure this step, where it is one that is measured."""
+        """Measure the error of gradients' sums in this step, where gradient sync is to be measured."""
         self._errors.measuring = step.number >= self.next_step and self._sync.wire != "fp32"
         return step
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Judge what was measured. A step that was skipped is measured again by the next one."""
+        """Judge the measured error of gradient sync. A step that was skipped is measured again by the next one."""
         if not self._errors.measuring:
             return
         self._errors.measuring = False
@@ -78,7 +78,7 @@ class GradSyncHook(StepHook):
         )
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """The last measurement, by axis."""
+        """The last measurement of gradient sync, by axis."""
         return {f"grad_sync_error.{axis}": share for axis, share in self._found.items()}
 
     @property
@@ -87,10 +87,10 @@ class GradSyncHook(StepHook):
         return self._sync.errors
 
     def state_dict(self) -> dict[str, Any]:
-        """The format now, and how long its error has been too large."""
+        """State of gradient sync: the format now, and how long its error has been too large."""
         return {"wire": self._sync.wire, "above": self._above, "next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them; with the recipe's format where that is wider."""
+        """Restore the state of gradient sync; with the recipe's format where that is wider."""
         self._above, self.next_step = state["above"], state["next_step"]
         self._sync.widen(min(state["wire"], self._sync.wire, key=_BY_WIDTH.index))

@@ -16,7 +16,7 @@ _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
 
 
 def words(memory_plan: MemoryPlan) -> str:
-    """How many layers are treated how.
+    """Describe a memory plan: how many layers are treated how.
 
     Example:
         >>> words(MemoryPlan.uniform(3))
@@ -35,7 +35,7 @@ def _layer(layer: LayerMemory) -> str:
 
 
 def loosest(memory_plan: MemoryPlan) -> bool:
-    """True where everything is kept, and all of it on the device.
+    """True where a memory plan is the loosest: everything is kept, and all of it on the device.
 
     Example:
         >>> loosest(MemoryPlan.uniform(2)), loosest(MemoryPlan.uniform(2, states="disk"))
@@ -46,7 +46,7 @@ def loosest(memory_plan: MemoryPlan) -> bool:
 
 
 def tighter(memory_plan: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[MemoryPlan]:
-    """Memory plans that keep less for the backward pass, one step after the other, with these modes.
+    """Tighter memory plans: they keep less for the backward pass, one step after the other, with these modes.
 
     Example:
         >>> [words(found) for found in tighter(MemoryPlan.uniform(2))]

@@ -18,13 +18,14 @@ from tilewright.planner.site import Site
 
 
 def changes_to_fit(recipe: Recipe, site: Site) -> tuple[Change, ...]:
-    """The cheapest changes with which a recipe fits as it stands then; none of a model of which nothing is known."""
+    """For a run that does not fit, the cheapest changes with which a recipe fits as it stands then; none of a model of
+    which nothing is known."""
     planner = site.planner(recipe)
     return () if planner.shape(recipe).unknown else to_fit(planner, site.budget(recipe, disk=True))
 
 
 def refused(plan: Plan, changes: Sequence[object]) -> FitError | UnknownFitError:
-    """The error of a run that does not fit, or of which it has to be known, and is not, whether it fits.
+    """The error of a run that does not fit, or of which it has to be known whether it fits, and is not.
 
     Args:
         plan: as it stands.
@@ -64,7 +65,8 @@ def nothing_fits(loaded: Loaded, site: Site, how: How = "least_change", *, same_
 def replanned(
     loaded: Loaded, site: Site, how: How, *, same_numbers: bool = False
 ) -> Callable[[Mapping[str, Any], Budget], Plan | None]:
-    """The plan of the same command with more settings, in another budget; None where nothing fits.
+    """For a run that does not fit, the plan of the same command with more settings, in another budget; None where
+    nothing fits.
 
     Args:
         loaded: the run's settings.
@@ -95,7 +97,8 @@ def smallest_in_words(loaded: Loaded, site: Site) -> str:
 
 
 def _widest(loaded: Loaded, site: Site, how: How) -> Planner:
-    """The planner that may decide all that some stage of `decide` may: what the error of a run is about."""
+    """For a run that does not fit, the planner that may decide all that some stage of `decide` may: what the error of a
+    run is about."""
     if how == "fastest":
         return free_planner(loaded, site)
     recipe, explicit = on_machine(loaded, site.machine).recipe, user_settings(loaded)

@@ -57,7 +57,7 @@ class Length:
 
 
 def long_run(train: TrainSection, done: int, step_s: float) -> str:
-    """Remark on a run that will take long, and the way out; empty where it will not.
+    """Remark on the minutes of a run that will take long, and the way out; empty where it will not.
 
     Args:
         train: of the recipe, its steps known. A run that was given in minutes takes what was asked for.
@@ -74,7 +74,7 @@ def long_run(train: TrainSection, done: int, step_s: float) -> str:
 
 
 def is_open(recipe: Recipe) -> bool:
-    """True where the number of steps is still to be found."""
+    """True where the number of steps for `train.minutes` is still to be found."""
     return recipe.train.steps == 0
 
 
@@ -105,7 +105,7 @@ def steps_within(recipe: Recipe, times: StepTimes, *, done: int = 0, elapsed_s: 
 
 
 def expected_steps(recipe: Recipe, step_s: float) -> int:
-    """The steps of a run as planned: those of the recipe, or those that fit at a planned rate.
+    """The steps of a run in its minutes as planned: those of the recipe, or those that fit at a planned rate.
 
     Args:
         recipe: reads `[train]`.
@@ -117,7 +117,7 @@ def expected_steps(recipe: Recipe, step_s: float) -> int:
 
 
 def length_in_words(recipe: Recipe, step_s: float) -> str:
-    """How long a run will be, as planned.
+    """How many minutes a run will take, as planned.
 
     Args:
         recipe: reads `[train]`.
@@ -137,7 +137,7 @@ def length_in_words(recipe: Recipe, step_s: float) -> str:
 
 
 def lasting(loaded: Loaded, length: Length) -> Loaded:
-    """The recipe with so many steps."""
+    """The recipe for some minutes with so many steps."""
     recipe = changed(loaded.recipe, {_STEPS: length.steps})
     return replace(loaded, recipe=recipe, sources=loaded.sources | {_STEPS: length.source})
 
@@ -159,7 +159,7 @@ def with_known_steps(loaded: Loaded, folder: Path, *, resuming: bool) -> Loaded:
 
 
 def with_time_left(loaded: Loaded, done: int, elapsed_s: float) -> Loaded:
-    """The recipe; where its minutes have passed, with as many steps as are done.
+    """The recipe for some minutes; where they have passed, with as many steps as are done.
 
     Args:
         loaded: a recipe.
@@ -177,7 +177,8 @@ def _changes(before: Recipe, now: Recipe) -> list[SettingChange]:
 
 
 def _before(folder: Path) -> tuple[Recipe, str] | None:
-    """The recipe in a run folder, and where its number of steps came from; None where that cannot be read."""
+    """The recipe for some minutes in a run folder, and where its number of steps came from; None where that cannot be
+    read."""
     file = folder / "run.toml"
     if not file.is_file():
         return None

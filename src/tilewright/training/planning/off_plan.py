@@ -5,7 +5,7 @@ OFF = 1.5
 
 
 def off_plan(planned_s: float, measured_s: float) -> float:
-    """How many times longer than planned a step takes, or how many times shorter.
+    """How many times off the plan a step is: longer than planned, or shorter.
 
     Example:
         >>> off_plan(6.5, 13.0), off_plan(6.0, 1.5)

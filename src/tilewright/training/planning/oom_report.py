@@ -14,7 +14,7 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 def no_memory(
     error: BaseException, memory: Mapping[str, Any], when: str, recipe: Recipe, fixes: Sequence[str] = ()
 ) -> FitError:
-    """Report to the user.
+    """Report out of memory (OOM) to the user as an error.
 
     Args:
         error: the allocator's.
@@ -40,7 +40,7 @@ def no_memory(
 
 @contextmanager
 def explained(memory_tracker: MemoryTracker, recipe: Recipe, when: str) -> Iterator[None]:
-    """Inside, an allocator's error becomes `no_memory`.
+    """Inside, an allocator's out-of-memory error (OOM) becomes `no_memory`.
 
     Raises:
         FitError: no memory was found.
@@ -54,7 +54,8 @@ def explained(memory_tracker: MemoryTracker, recipe: Recipe, when: str) -> Itera
 
 
 def _proposals(recipe: Recipe) -> list[str]:
-    """Settings that lower the peak and are not in use, those that change no loss first."""
+    """Proposals in a report of OOM: settings that lower the peak and are not in use, those that change no loss
+    first."""
     train, memory = recipe.train, recipe.memory
     found = []
     if train.micro_batch_size > 1:

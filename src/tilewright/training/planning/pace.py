@@ -41,8 +41,8 @@ WORTH_S = 30.0
 def told_before(
     recipe: Recipe, done: int, step_s: float, rates: Ceilings, machine: Machine
 ) -> Iterator[tuple[str, str]]:
-    """Remarks on a run before it starts, as (kind of event, text): that it will take long, that its mode is slower
-    than fp32 on its machine.
+    """Remarks on a run's pace before it starts, as (kind of event, text): that it will take long, that its mode is
+    slower than fp32 on its machine.
 
     Args:
         recipe: its steps known.
@@ -66,19 +66,19 @@ class StepSeconds:
 
     @classmethod
     def of(cls, clock: Sequence[float], processor: Sequence[float], *, on_cpu: bool) -> "StepSeconds":
-        """Seconds of the first `COUNTED` steps in the mode that was planned; the first one compiles, and does not
-        count."""
+        """The pace in seconds of the first `COUNTED` steps in the mode that was planned; the first one compiles, and
+        does not count."""
         seconds = median(clock[1:])
         return cls(seconds, median(processor[1:]) if on_cpu else seconds)
 
     @property
     def shared(self) -> bool:
-        """True if the thread waited for long: for other programs, a disk, other ranks."""
+        """True if the thread of a run's pace waited for long: for other programs, a disk, other ranks."""
         return self.clock > WAITED * self.processor > 0
 
     @property
     def own(self) -> float:
-        """The seconds of the steps if it had not."""
+        """The seconds of the steps by their own pace, if the thread had not waited."""
         return self.processor if self.shared else self.clock
 
 
@@ -91,7 +91,7 @@ class PlannedSeconds:
     moved: float = 0.0
 
     def off(self, found: StepSeconds) -> float:
-        """How far the steps' own work is off."""
+        """How far off the plan the steps' own pace is."""
         return off_plan(max(self.step - self.moved, 1e-9) if found.shared else self.step, found.own)
 
 
@@ -103,8 +103,9 @@ def hold_against_plan(
     steps: int,
     correct: Callable[[float], float] | None = None,
 ) -> float | None:
-    """Record where the first steps of a process are far off the plan; give the seconds of a step by the corrected plan,
-    where it was corrected: where rates that are measured again bring it nearer to the steps.
+    """Hold a run's pace against the plan: record where the first steps of a process are far off the plan; give the
+    seconds of a step by the corrected plan, where it was corrected: where rates that are measured again bring it nearer
+    to the steps.
 
     Args:
         record_event: step, kind, text, numbers.
@@ -172,7 +173,8 @@ class Pace(StepHook):
         self._first, self.next_step = first, first + COUNTED - 1
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Compare the step and those before it. One that was skipped says nothing: it may not have been computed."""
+        """Compare the pace of the step and those before it. One that was skipped says nothing: it may not have been
+        computed."""
         if step.number < self.next_step:
             return
         taken = [seconds for number, *seconds in step.recorder.log.recent if number >= self._first][-COUNTED:]
@@ -192,7 +194,7 @@ class Pace(StepHook):
 
 
 def pace_of(plan: Plan, site: Site, first: float, steps: int, *, measures: bool) -> Pace:
-    """Holds a run against its plan, which it corrects where its rates are wrong.
+    """The pace of a run held against its plan, which it corrects where its rates are wrong.
 
     Args:
         plan, site: of the run.
@@ -213,8 +215,9 @@ def pace_of(plan: Plan, site: Site, first: float, steps: int, *, measures: bool)
 
 
 def corrector(plan: Plan, site: Site) -> Callable[[float], float]:
-    """Gives the seconds of a step of this plan at rates that are measured when it is called, from what the work of the
-    steps took. A step is not faster than its matmuls: where they alone are planned to take longer, they are faster."""
+    """Corrector of a run's pace: gives the seconds of a step of this plan at rates that are measured when it is called,
+    from what the work of the steps took. A step is not faster than its matmuls: where they alone are planned to take
+    longer, they are faster."""
 
     def correct(own_s: float) -> float:
         formats = formats_of(plan, site.rates)
@@ -229,7 +232,7 @@ def corrector(plan: Plan, site: Site) -> Callable[[float], float]:
 
 
 def formats_of(plan: Plan, rates: Ceilings) -> frozenset[str]:
-    """Formats whose rates matter to a plan: those of its matmuls, and of what they are multiplied in."""
+    """Formats whose rates matter to a run's pace: those of its matmuls, and of what they are multiplied in."""
     shape, units = plan.shape, rates.matmul
     layers = (*shape.classes, shape.rest)
     used = {multiplied_in(form, units) for layer in layers for matmul in layer.matmuls for form in matmul.gemms.formats}
@@ -238,7 +241,8 @@ def formats_of(plan: Plan, rates: Ceilings) -> frozenset[str]:
 
 
 def at_rates(plan: Plan, site: Site, rates: Ceilings) -> Plan:
-    """A plan with the seconds that other rates give it, in proportion to what the planner says of both."""
+    """A plan at other rates, for a run's pace: with the seconds that they give it, in proportion to what the planner
+    says of both."""
 
     def priced(at: Ceilings) -> float:
         planner = replace(site, rates=at, finder=site.shapes).planner(plan.recipe).with_shape(plan.shape)
@@ -248,7 +252,7 @@ def at_rates(plan: Plan, site: Site, rates: Ceilings) -> Plan:
 
 
 def keep_corrected(step: Step, corrected_s: float) -> None:
-    """The corrected seconds of a step beside the planned ones, in the run's plan.json."""
+    """Keep a run's corrected pace: the seconds of a step beside the planned ones, in the run's plan.json."""
     path = step.folder.path / PLAN_JSON
     plan = from_json(path.read_text(encoding="utf-8"))
     tokens_per_s = plan["tokens_per_step"] / corrected_s

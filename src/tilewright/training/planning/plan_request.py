@@ -48,13 +48,13 @@ class PlanRequest:
 
     @property
     def how(self) -> How:
-        """The request in `decide`'s words."""
+        """The request for a plan in `decide`'s words."""
         return "fastest" if self.fastest else "least_change"
 
 
 def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool) -> tuple[Loaded, Site]:
-    """The recipe and the place that a command plans: the same that `train` plans, where it is given the device's budget
-    as `plan.device_memory`.
+    """The request for a plan: the recipe and the place that a command plans: the same that `train` plans, where it is
+    given the device's budget as `plan.device_memory`.
 
     Raises:
         ConfigError: a size that is none, or more than the machine has; a machine that is not published; more ranks than
@@ -71,8 +71,8 @@ def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool) -> tuple[Loa
 
 
 def site_of(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> Site:
-    """The place for which a recipe is planned, by the options of a command; the device's budget is checked here, and
-    belongs into the recipe.
+    """The site that a plan is requested for, by which a recipe is planned, by the options of a command; the device's
+    budget is checked here, and belongs into the recipe.
 
     Args:
         loaded: the recipe.
@@ -108,7 +108,8 @@ def site_of(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: boo
 
 
 def published_notes(name: str) -> tuple[str, ...]:
-    """Where the numbers of a published machine come from, and what is guessed of them."""
+    """Notes on a plan that is requested for a published machine: where its numbers of a published machine come from,
+    and what is guessed of them."""
     row = find_published(name)
     return f"published, not measured: {row.full_name} ({row.source})", GUESSES
 
@@ -119,7 +120,7 @@ def _share_of(machine: Machine, ranks: int) -> Machine:
 
 
 def _known_ranks(loaded: Loaded) -> int:
-    """The number of ranks that a plan is for.
+    """The number of ranks that a plan is requested for.
 
     Raises:
         ConfigError: as many shards were typed as torchrun starts processes, and here it starts none; or so many ranks
@@ -139,7 +140,7 @@ def _known_ranks(loaded: Loaded) -> int:
 
 
 def _of_ranks(loaded: Loaded, ranks: int, machine: Machine) -> tuple[str, ...]:
-    """Assumptions of a plan about ranks and machines."""
+    """Assumptions of a requested plan about ranks and machines."""
     if loaded.recipe.parallel.dp_shard == -1 and loaded.sources["parallel.dp_shard"] != DEFAULT:
         many = "one process" if ranks == 1 else f"{ranks} processes"
         return (
@@ -151,7 +152,7 @@ def _of_ranks(loaded: Loaded, ranks: int, machine: Machine) -> tuple[str, ...]:
 
 
 def _shared_host(ranks: int, machine: Machine) -> tuple[str, ...]:
-    """Assumptions of a plan for several ranks about machines."""
+    """Assumptions of a plan requested for several ranks about machines."""
     if ranks == 1:
         return ()
     if machine.device == "cpu":
@@ -160,12 +161,12 @@ def _shared_host(ranks: int, machine: Machine) -> tuple[str, ...]:
 
 
 def _owner(ranks: int) -> str:
-    """Whose memory a typed size is held against."""
+    """Whose memory a typed size of a request for a plan is held against."""
     return "this machine" if ranks == 1 else f"each of {ranks} ranks on this machine"
 
 
 def device_budget(text: str, machine: Machine) -> float:
-    """Bytes of a device that may be used, as typed; empty: all of it.
+    """Bytes of a device that may be used, as the request for a plan types it; empty: all of it.
 
     Raises:
         ConfigError: a size that is none, or more than the machine has.
@@ -181,7 +182,7 @@ def _check_device(options: PlanRequest, machine: Machine, owner: str) -> None:
 
 
 def plan_for(loaded: Loaded, site: Site, request: PlanRequest, *, as_it_stands: bool = False) -> Plan:
-    """The plan that was asked for: what `train` does, the fastest one, or that of the deepest model. A recipe of which
+    """The plan that was requested: what `train` does, the fastest one, or that of the deepest model. A recipe of which
     nothing is decided is priced whether it fits or not.
 
     Args:
@@ -208,7 +209,7 @@ def plan_for(loaded: Loaded, site: Site, request: PlanRequest, *, as_it_stands: 
 
 
 def _host_here(options: PlanRequest, machine: Machine, ranks: int) -> int:
-    """Host memory of a rank on the machine at hand, as typed."""
+    """Host memory of a rank on the machine at hand, as the request for a plan types it."""
     if machine.device == "cpu":
         raise ConfigError(
             "Two memory sizes for one CPU memory",
@@ -221,7 +222,7 @@ def _host_here(options: PlanRequest, machine: Machine, ranks: int) -> int:
 
 
 def _size(text: str, option: str, most: int | None, owner: str) -> int:
-    """Bytes from text, with the units as they are written: Gib and Gb are bits to many."""
+    """Bytes from the text of a request for a plan, with the units as they are written: Gib and Gb are bits to many."""
     unit = re.sub(r"[^A-Za-z]", "", text)
     try:
         size = parse_bytes(text)
@@ -249,7 +250,8 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
 
 
 def vocab_size_of(recipe: Recipe) -> int:
-    """Tokens of the tokenizer that the run would use, of a built dataset its own; classes of images."""
+    """Size of the vocabulary for a requested plan: tokens of the tokenizer that the run would use, of a built dataset
+    its own; classes of images."""
     source = Path(recipe.data.source).expanduser()
     if "://" in (first := next(iter(recipe.data.sources.values()), recipe.data.source)):
         from tilewright.data.dataset.remote.address import is_address

@@ -52,16 +52,16 @@ class LoneWatch:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Around what waits for other ranks."""
+        """Blame a rank: open around what waits for other ranks."""
         yield
 
     @contextmanager
     def recording(self, recorder: MetricsLogger | None) -> Iterator[None]:
-        """Observations inside are recorded."""
+        """Observations of the watch over ranks inside are recorded."""
         yield
 
     def agreement(self, folder: RunFolder, plan: Plan, parts: Components) -> Agreement:
-        """The agreement of this run's ranks."""
+        """The agreement of this run's watched ranks."""
         return Agreement()
 
 
@@ -93,8 +93,8 @@ class RankWatch(LoneWatch):
 
     @contextmanager
     def running(self) -> Iterator["RankWatch"]:
-        """Beats and watches inside. Ends with other ranks: see `blaming`, and in ten seconds where this one waits for
-        one that failed or hangs and no connection breaks."""
+        """Watch ranks inside, with beats of this one. Ends with other ranks: see `blaming`, and in ten seconds where
+        this one waits for one that failed or hangs and no connection breaks."""
         blame = Blame(self._folder, self.world.rank, Stalls(self.world.size, self.world.timeout_s))
         ends = ending_with_others(blame, self._end)
         with self.heartbeat, watching(self._watch, self._tell), ends, self.blaming():
@@ -102,7 +102,8 @@ class RankWatch(LoneWatch):
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """An error of torch inside becomes that of the rank whose fault it is, where another one has failed or hangs.
+        """Blame a rank: an error of torch inside becomes that of the rank whose fault it is, where another one has
+        failed or hangs.
 
         Raises:
             RankFailedError: instead.
@@ -118,7 +119,7 @@ class RankWatch(LoneWatch):
             raise self._followed(found) from error
 
     def _followed(self, found: RankEnd) -> RankFailedError:
-        """The error of this rank, written down."""
+        """The error of this watched rank, written down."""
         error = found.error(self.world.size, resumes=self._resumes)
         self.heartbeat.fail(error, follows=error.failed != self.world.rank)
         if self._recorder is not None:
@@ -126,7 +127,7 @@ class RankWatch(LoneWatch):
         return error
 
     def _end(self, found: RankEnd) -> None:
-        """End this process from the watching thread: the main thread waits in a collective that does not end."""
+        """End this rank's process from the watching thread: the main thread waits in a collective that does not end."""
         error = self._followed(found)
         self._tell_end(error)
         os._exit(error.exit_code)
@@ -145,7 +146,7 @@ class RankWatch(LoneWatch):
             self._recorder = None
 
     def agreement(self, folder: RunFolder, plan: Plan, parts: Components) -> Agreement:
-        """The agreement of the ranks: from here on phases of a step are those of memory."""
+        """The agreement of the watched ranks: from here on phases of a step are those of memory."""
         parts.memory_tracker.on_phase = self.heartbeat.phase
         planned = 0 if plan.shape.unknown else plan.allocated_bytes + plan.reserve_bytes
         group = self.world.everyone.handle
@@ -195,25 +196,25 @@ def watched(world: World, shared: Path, tell_end: Callable[[RankFailedError], No
 
 
 def _remove_unread(folder: Path, ranks: int = 1) -> None:
-    """Remove the records of ranks, at least so many, none of which runs any more. Another user's stay."""
+    """Remove the records of watched ranks, at least so many, none of which runs any more. Another user's stay."""
     found = records(folder).values()
     if len(found) >= ranks and not any(map(is_running, found)):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """Settings that must be the same on all ranks before they make groups."""
+    """Settings that the watch over ranks compares: they must be the same on all before they make groups."""
     digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
     return {"recipe": digest, "version of tilewright": __version__, "version of torch": torch.__version__}
 
 
 def settings_of(recipe: Recipe) -> dict[str, str]:
-    """The settings of a recipe, to name those in which ranks differ."""
+    """The settings of a recipe, to name those in which watched ranks differ."""
     return {f"setting {name}": repr(value) for name, value in flat(recipe.model_dump(mode="json")).items()}
 
 
 def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
-    """Problems of these ranks that are known before anything is prepared.
+    """Check the world of watched ranks: problems that are known before anything is prepared.
 
     Raises:
         ConfigError: fewer rows in a step than ranks, an executor that does not shard or has no stages, or a schedule
@@ -235,7 +236,7 @@ def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
 
 
 def check_stages(world: World, recipe: Recipe, can: Capabilities) -> None:
-    """Problems of a pipeline that are known before anything is prepared.
+    """Check the stages of watched ranks: problems of a pipeline that are known before anything is prepared.
 
     Raises:
         ConfigError: see `check_world`.

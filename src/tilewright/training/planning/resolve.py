@@ -36,7 +36,8 @@ NONE = ""
 
 
 def replanner_of(loaded: Loaded, site: Site, plan: Plan) -> Replanner | None:
-    """Plans a run again while it runs; None where there is no plan, or the planner does not know the model.
+    """Resolve what plans a run again while it runs; None where there is no plan, or the planner does not know the
+    model.
 
     Args:
         loaded, plan: from `plan_run`.
@@ -59,7 +60,8 @@ def replanner_of(loaded: Loaded, site: Site, plan: Plan) -> Replanner | None:
 
 
 def fixed_by_user(loaded: Loaded) -> frozenset[str]:
-    """Names of the settings that the user has set in a file, in the environment or on the command line, which stay.
+    """Names of the settings that the user has set in a file, in the environment or on the command line, which stay when
+    a plan is resolved.
 
     Args:
         loaded: from `plan_run`. A plan file leaves nothing to the recipe: there are none.
@@ -68,7 +70,7 @@ def fixed_by_user(loaded: Loaded) -> frozenset[str]:
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Keep what was decided layer by layer in the run's folder, or take an old plan away."""
+    """Write the resolved plan: keep what was decided layer by layer in the run's folder, or take an old plan away."""
     if plan.decided:
         write_whole(folder / PLAN_FILE, to_toml(plan))
     else:
@@ -78,9 +80,9 @@ def write_plan(plan: Plan, folder: Path) -> None:
 def plan_run(
     loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False
 ) -> tuple[Loaded, Plan]:
-    """Decide what a run executes, one of the cases in this file's first lines: the recipe with the plan's settings,
-    whose source is the plan, and the plan. Of several ranks it is that of the rank that holds most; the mesh stays as
-    the recipe says it.
+    """Resolve `memory.plan`: decide what a run executes, one of the cases in this file's first lines: the recipe with
+    the plan's settings, whose source is the plan, and the plan. Of several ranks it is that of the rank that holds
+    most; the mesh stays as the recipe says it.
 
     Args:
         loaded: the recipe; of a run that resumes, from `load_run_plan`.
@@ -100,7 +102,7 @@ def plan_run(
 
 
 def _plan_run(loaded: Loaded, site: Site, run_plan: PlanFile | None, resuming: bool) -> tuple[Loaded, Plan]:
-    """`plan_run` of a recipe with the numbers of processes that there are."""
+    """Resolve the plan of a recipe with the numbers of processes that there are."""
     recipe = loaded.recipe
     if recipe.memory.plan not in (AUTO, NONE):
         return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
@@ -113,8 +115,8 @@ def _plan_run(loaded: Loaded, site: Site, run_plan: PlanFile | None, resuming: b
 
 
 def load_run_plan(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None]:
-    """The plan in the folder of a run that resumes, and the recipe with its settings; a setting that the user sets now
-    stays.
+    """Resolve the plan in the folder of a run that resumes, and the recipe with its settings; a setting that the user
+    sets now stays.
 
     Raises:
         ConfigError: the folder's plan cannot be read.
@@ -128,7 +130,7 @@ def load_run_plan(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None
 
 
 def _tiers(memory_plan: MemoryPlan) -> set[str]:
-    """Where parameters, states or inputs of some layer are."""
+    """Where parameters, states or inputs of some layer are in a resolved plan."""
     return {tier for layer in memory_plan for tier in (layer.parameters, layer.states, layer.inputs)}
 
 
@@ -136,14 +138,15 @@ def _tiers(memory_plan: MemoryPlan) -> set[str]:
 
 
 def _plan_beside(loaded: Loaded) -> PlanFile | None:
-    """The plan of the run whose run.toml is the recipe: what differs by layer is only there."""
+    """Resolve the plan of the run whose run.toml is the recipe: what differs by layer is only there."""
     if loaded.path is None or loaded.path.name != "run.toml" or not (loaded.path.parent / PLAN_FILE).exists():
         return None
     return read_plan(loaded.path.parent / PLAN_FILE)
 
 
 def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site) -> Plan | None:
-    """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
+    """Resolve a run that resumes as its folder's plan says; None where that fits no more, or the user has set something
+    else.
 
     The same settings with other layers are then looked for: that changes no number.
     """
@@ -160,7 +163,7 @@ def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site) -> Plan | None:
 
 
 def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
-    """The plan of a file, priced here.
+    """Resolve the plan of a file, priced here.
 
     Raises:
         ConfigError: it is for another model or machine.
@@ -176,7 +179,7 @@ def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
 
 
 def _as_decided(loaded: Loaded, site: Site, plan: Plan, resuming: bool) -> tuple[Loaded, Plan]:
-    """A decision, and its text.
+    """A resolved decision on the plan, and its text.
 
     Raises:
         FitError: nothing fits, and `plan.enforce` is set.
@@ -211,7 +214,7 @@ def _saying(plan: Plan, text: str, **numbers: int) -> Plan:
 
 
 def _told(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(text, numbers) of a plan that was decided, and of each setting that it changes."""
+    """(text, numbers) of a plan that was resolved, and of each setting that it changes."""
     numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
     yield f"{plan.verdict} {words(plan.memory_plan)}", numbers
     least = {} if plan.least_bytes is None else {"least_bytes": int(plan.least_bytes)}
@@ -221,7 +224,7 @@ def _told(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _reason(plan: Plan) -> str:
-    """Why the recipe was departed from; empty where it was not."""
+    """Why a resolved plan departed from the recipe; empty where it did not."""
     if plan.least_bytes is None:
         return ""
     budget, margin = plan.budget.device, plan.recipe.plan.margin
@@ -236,7 +239,7 @@ def _reason(plan: Plan) -> str:
 
 
 def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> tuple[Loaded, Plan]:
-    """A run as a plan file says, which leaves nothing to the recipe."""
+    """Resolve a run as a plan file says, which leaves nothing to the recipe."""
     _check_no_contradiction(loaded, file)
     before = loaded.recipe
     loaded = with_settings(loaded, file.settings, file.path.name)
@@ -255,7 +258,7 @@ def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> tuple[Loaded, Plan
 
 
 def _check_no_contradiction(loaded: Loaded, file: PlanFile) -> None:
-    """Raise ConfigError where something was typed that the plan says otherwise."""
+    """Raise ConfigError where something was typed that the resolved plan says otherwise."""
     said = {
         name: loaded.sources[name]
         for name, value in file.settings.items()

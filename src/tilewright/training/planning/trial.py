@@ -18,7 +18,7 @@ _MOST = 20
 
 
 def time_steps(run: Run, stop: StopRequest) -> StepTimes | str:
-    """Time steps of a run whose end is far away; why, where it was asked to stop.
+    """Time the trial's steps of a run whose end is far away; why, where it was asked to stop.
 
     A recipe with two modes has some steps timed in each, and its step is the mean of both by their shares. 8-bit
     matmuls that begin or end at a share of the steps are timed as the run begins.
@@ -44,7 +44,7 @@ def time_steps(run: Run, stop: StopRequest) -> StepTimes | str:
 
 
 def enough_within(budget_s: float) -> Callable[[Sequence[float]], bool]:
-    """True where steps of so many seconds are enough of them: one after the first, and as many as fit into a budget.
+    """True where a trial's steps of so many seconds are enough: one after the first, and as many as fit into a budget.
 
     Example:
         >>> enough = enough_within(2.0)
@@ -59,7 +59,7 @@ def enough_within(budget_s: float) -> Callable[[Sequence[float]], bool]:
 
 
 def _evaluation_s(run: Run) -> float:
-    """Seconds of an evaluation on the way, from one batch of it."""
+    """Seconds of an evaluation in a trial, from one batch of it."""
     setup, data = run.setup, run.setup.world.data
     texts = run.parts.held_out_parts[0], setup.other_text
     batches = [batch for text in texts for rows in text.batches.values() for batch in rows]

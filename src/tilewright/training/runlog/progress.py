@@ -23,7 +23,7 @@ class TrainProgress:
     """Lines that replace each other, and notes that stay; here nothing is shown: of steps that are thrown away."""
 
     def watch(self, what: Callable[[], str]) -> None:
-        """Asked what the run does while it says nothing."""
+        """Watch the progress of training: asked what the run does while it says nothing."""
 
     def line(self, text: str) -> None: ...
 
@@ -75,13 +75,13 @@ class LiveProgress(TrainProgress):
 
 
 def open_pulse() -> Pulse:
-    """The function that says that a run works, where no live line does; silent like `say`."""
+    """Open a pulse of progress: the function that says that a run works, where no live line does; silent like `say`."""
     return Pulse(on=not _is_live())
 
 
 def open_progress(pulse: Pulse, *, follows: bool = False) -> TrainProgress:
-    """The live line where standard output is a terminal and not quiet, else plain lines. Of a rank that `follows` the
-    first one nothing is shown, since `say` is silent there."""
+    """Open the progress of training: the live line where standard output is a terminal and not quiet, else plain lines.
+    Of a rank that `follows` the first one nothing is shown, since `say` is silent there."""
     return LiveProgress() if _is_live() and not follows else PlainProgress(pulse)
 
 
@@ -92,7 +92,7 @@ def _is_live() -> bool:
 def step_line(
     row: Mapping[str, Any], *, steps: int, memory_limit: int, num_skips: int, seconds_left: float | None, scaled: bool
 ) -> str:
-    """One metrics row as text.
+    """A progress line: one metrics row as text.
 
     Args:
         row: a training row of metrics.jsonl, before it was written (numbers may be NaN).
@@ -119,20 +119,20 @@ def step_line(
 
 
 def _memory(row: Mapping[str, Any], memory_limit: int) -> list[str]:
-    """The peak, where the row has it."""
+    """The peak of memory in a progress line, where the row has it."""
     if "memory_bytes" not in row:
         return []
     return [f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB ({_largest(row['memory'])})"]
 
 
 def _energy(row: Mapping[str, Any]) -> list[str]:
-    """Joules of a step since the line before, where they are counted or estimated."""
+    """Joules in a progress line, of a step since the line before, where they are counted or estimated."""
     if "energy_j_per_step" in row:
         return [f"{format_joules(row['energy_j_per_step'])}/step"]
     return [f"{format_joules(row['estimated_j_per_step'])}/step (estimated)"] if "estimated_j_per_step" in row else []
 
 
 def _largest(owners: Mapping[str, int]) -> str:
-    """The two owners that hold most at the peak, in GiB."""
+    """The two largest owners of memory in a progress line, at the peak, in GiB."""
     first = sorted(owners, key=lambda owner: -owners[owner])[:2]
     return ", ".join(f"{owner} {owners[owner] / _GIB:.1f}" for owner in first)

@@ -30,7 +30,7 @@ class RankTable:
         self._begun: tuple[float, float] | None = None
 
     def begin_step(self, data_s: float) -> None:
-        """The executor is called next.
+        """Begin a step in the table of ranks: the executor is called next.
 
         Args:
             data_s: seconds of waiting for its batches.
@@ -39,8 +39,8 @@ class RankTable:
         self._begun = time.perf_counter(), time.thread_time()
 
     def end_step(self) -> None:
-        """Count the step that was begun, if one was. On a CPU this thread computes or waits: for other ranks, or for
-        a processor that others have."""
+        """End a step in the table of ranks: count it, if one was begun. On a CPU this thread computes or waits: for
+        other ranks, or for a processor that others have."""
         if self._begun is None:
             return
         step_s, cpu_s = time.perf_counter() - self._begun[0], time.thread_time() - self._begun[1]
@@ -52,7 +52,7 @@ class RankTable:
         self._wait_s += max(0.0, step_s - cpu_s)
 
     def rows(self, peak_bytes: int) -> list[dict[str, Any]]:
-        """A row per rank; all ranks call it.
+        """Rows of the table of ranks, one each; all ranks call it.
 
         Args:
             peak_bytes: measured on this rank since it was asked last.
@@ -61,7 +61,7 @@ class RankTable:
         return gather(self._group, self._row())
 
     def write(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the table of a step; the first rank does."""
+        """Write the table of ranks of a step; the first rank does."""
         self._folder.write_json(FILE, {"step": step, "ranks": rows})
 
     def _row(self) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class Counters:
     """When the run was stopped in good order; 0 in checkpoints of a run that went on."""
 
     def begin(self, now: float) -> None:
-        """The run begins or goes on. The time since a stop in good order is not lost, that since a crash is.
+        """Counters of a run when it begins or continues. The time since a stop in good order is not lost, that since a
+        crash is.
 
         Args:
             now: Unix time.
@@ -62,7 +63,7 @@ class Counters:
         self.paused_unix = 0.0
 
     def goodput(self, now: float) -> float:
-        """Share of the time since the run began that went into steps that count.
+        """Goodput by a run's counters: share of the time since it began that went into steps that count.
 
         Args:
             now: Unix time.
@@ -70,7 +71,7 @@ class Counters:
         return min(1.0, self.step_s / max(now - self.began_unix, 1e-9))
 
     def add(self, result: StepResult) -> None:
-        """Count a step."""
+        """Count a step in the run's counters."""
         self.step += 1
         self.step_s += result.seconds
         self.tokens += result.num_tokens
@@ -78,11 +79,11 @@ class Counters:
         self.num_skips += result.skipped is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, in JSON types."""
+        """The run's counters as state, in JSON types."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the run's counters from `state_dict`."""
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -109,7 +110,7 @@ class JsonLines:
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (held until close)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row; it is with the operating system when this returns."""
+        """Append a row to a record's file; it is with the operating system when this returns."""
         try:
             text = json.dumps(row, default=float, allow_nan=False)
         except ValueError:  # a number that is not finite, which is rare
@@ -122,7 +123,7 @@ class JsonLines:
             raise cannot_write(self.path, error) from error
 
     def reopen_deleted(self) -> bool:
-        """Begin the file again where it is not at its path any more; whether that was so."""
+        """Begin a record's file again where it is not at its path any more; if that was so."""
         try:
             there, held = os.stat(self.path), os.fstat(self._file.fileno())
             if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
@@ -134,12 +135,13 @@ class JsonLines:
         return True
 
     def close(self) -> None:
-        """Close the file."""
+        """Close a record's file."""
         self._file.close()
 
 
 def repair(path: Path, keep: Callable[[Row], bool]) -> None:
-    """Cut lines that are not whole JSON objects and rows that `keep` refuses; the file is replaced whole."""
+    """Repair a record's file: cut lines that are not whole JSON objects and rows that `keep` refuses; the file is
+    replaced whole."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if (row := _parse(line)) is not None and keep(row)]
     if len(kept) < len(lines):
@@ -177,7 +179,7 @@ class RunLog:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds this run has been going, those before the resume included."""
+        """Seconds that the recorded run has been going, those before the resume included."""
         return time.perf_counter() - self._started
 
     def step(
@@ -189,7 +191,7 @@ class RunLog:
         memory: Mapping[str, Any] | None = None,
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> Row:
-        """Append the row of metrics of a step that was just counted, and return it.
+        """Record a step: append the row of metrics of one that was just counted to metrics.jsonl, and return it.
 
         Args:
             counters: with this step.
@@ -228,47 +230,48 @@ class RunLog:
         return self.metrics(counters.step, **row)
 
     def take_interval(self) -> Interval:
-        """The sums since the last call."""
+        """The sums in the run's record since the last call."""
         taken, self._interval = self._interval, Interval()
         return taken
 
     def metrics(self, step: int, **values: Any) -> Row:
-        """Append a row of metrics and return it."""
+        """Append a row to metrics.jsonl and return it."""
         row = {"step": step, "time_s": round(self.elapsed_s, 4), **values}
         self._metrics.append(row)
         return row
 
     def event(self, step: int, kind: str, message: str, **numbers: Any) -> None:
-        """Append an event: one automatic decision or happening, with the numbers behind it."""
+        """Append an event to events.jsonl: one automatic decision or happening, with the numbers behind it."""
         self._events.append(
             {"step": step, "time_s": round(self.elapsed_s, 4), "kind": kind, "message": message, **numbers}
         )
 
     def sample(self, step: int, domain: str, prompt: str, text: str, reference: str = "") -> None:
-        """Append a text that the model wrote, and what stands there in the data where the prompt is a question."""
+        """Append a sample to samples.jsonl: a text that the model wrote, and what stands there in the data where the
+        prompt is a question."""
         row = {"step": step, "time_s": round(self.elapsed_s, 4), "domain": domain, "prompt": prompt, "text": text}
         self._samples.append(row | ({"reference": reference} if reference else {}))
 
     def precision(self, *, step: int, **values: Any) -> None:
-        """Append a sample, a move or a refused move of the precision controller (`precision.controller.log` reads
-        them)."""
+        """Append to precision.jsonl a sample, a move or a refused move of the precision controller
+        (`precision.controller.log` reads them)."""
         self._precision = self._precision or JsonLines(self._precision_path)
         self._precision.append({"step": step, **values})
 
     def reopen_deleted(self) -> list[str]:
-        """Begin files again that were deleted under the run; their names."""
+        """Begin record files again that were deleted under the run; their names."""
         files = (self._metrics, self._events, self._samples, self._precision)
         return [file.path.name for file in files if file is not None and file.reopen_deleted()]
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the record's files."""
         for file in (self._metrics, self._events, self._samples, self._precision):
             if file is not None:
                 file.close()
 
 
 def _parse(line: bytes) -> Row | None:
-    """The row in a line, None where it is corrupt."""
+    """The row in a line of a record's file, None where it is corrupt."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -69,7 +69,7 @@ MODULE, KERNEL, SAMPLE = TypeAdapter(RecordedModule), TypeAdapter(RecordedKernel
 
 
 def read(path: Path) -> Any:
-    """A JSON file of a run folder; None where the run has not written it.
+    """Read a recorded table, a JSON file of a run folder; None where the run has not written it.
 
     Raises:
         DataError: it cannot be read, or is no JSON.
@@ -83,7 +83,7 @@ def read(path: Path) -> Any:
 
 
 def checked(table: TypeAdapter[Row], value: Any, path: Path) -> Row:
-    """A table whose every row is as declared.
+    """A recorded table whose every row is checked to be as declared.
 
     Args:
         table: its declaration.
@@ -103,7 +103,8 @@ def checked(table: TypeAdapter[Row], value: Any, path: Path) -> Row:
 
 
 def usable(row: TypeAdapter[Row], values: Any) -> tuple[list[Row], int]:
-    """The rows of a table that are as declared, and how many are not. What is no list counts as one that is not."""
+    """The usable rows of a recorded table that are as declared, and how many are not. What is no list counts as one
+    that is not."""
     if not isinstance(values, list):
         return [], int(values is not None)
     found = []

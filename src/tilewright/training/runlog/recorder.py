@@ -57,7 +57,7 @@ Sink = TensorBoardSink | WandbSink
 
 
 def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """The sinks a recipe asks for, ready.
+    """Sinks beside the recorder that a recipe asks for, ready.
 
     Raises:
         ConfigError: a package is not installed.
@@ -70,7 +70,8 @@ def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -
 
 
 def scalars_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The finite numbers of a metrics row, nested ones under `outer/inner`; `step` left out.
+    """Scalars for the recorder's sinks: the finite numbers of a metrics row, nested ones under `outer/inner`; `step`
+    left out.
 
     Example:
         >>> scalars_of({"step": 3, "loss": 2.5, "skipped": None, "eval": {"code": {"ppl": 9.0}}})
@@ -144,7 +145,7 @@ class MetricsLogger:
         self._first = True
 
     def watch(self, where: Callable[[], tuple[str, int]]) -> None:
-        """Say what the run does while nothing else is said.
+        """The recorder says what the run does while nothing else is said.
 
         Args:
             where: gives one of `_PHASES`, and the steps done.
@@ -157,8 +158,8 @@ class MetricsLogger:
         self._progress.watch(words)
 
     def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult, *, shown: bool = True) -> None:
-        """Lines that a step's row (`RunLog.step`) asks for: a progress line, and an event where the step was skipped
-        or computed again."""
+        """The recorder's lines on a step's row (`RunLog.step`): a progress line, and an event where the step was
+        skipped or computed again."""
         if result.redone is not None:
             text = f"step {counters.step} computed again in wider formats: {result.redone}"
             self.event(counters.step, "redo", text, grad_norm=result.grad_norm, loss=result.loss)
@@ -168,7 +169,7 @@ class MetricsLogger:
             self._show(row, counters)
 
     def evaluation(self, step: int, tables: Mapping[str, Mapping[str, DomainLoss]], seconds: float) -> None:
-        """A row of evaluation, an event and a line on the screen.
+        """The recorder's report of an evaluation: a row, an event and a line on the screen.
 
         Args:
             step: done.
@@ -191,20 +192,20 @@ class MetricsLogger:
             sink.log(step, scalars_of(row))
 
     def sample(self, step: int, sample: TextSample) -> None:
-        """A row of samples.jsonl, and the text on the screen."""
+        """The recorder's report of a sample: a row of samples.jsonl, and the text on the screen."""
         self.log.sample(step, sample.domain, sample.prompt, sample.text, sample.reference)
         self._progress.note(
             f"sample, {sample.domain}, [prompt] and what the model writes:\n[{sample.prompt}]{sample.text}\n"
         )
 
     def event(self, step: int, kind: str, message: str, *, shown: bool = True, **numbers: Any) -> None:
-        """An event in the file and, unless `shown` is false, on the screen."""
+        """The recorder's report of an event, in the file and, unless `shown` is false, on the screen."""
         self.log.event(step, kind, message, **numbers)
         if shown:
             self._progress.note(f"{kind.replace('_', ' ')}: {message}")
 
     def close(self) -> None:
-        """Close files, screen and sinks."""
+        """Close the recorder's files, screen and sinks."""
         self._progress.close()
         for sink in self._sinks:
             sink.close()
@@ -216,7 +217,7 @@ class MetricsLogger:
         self.event(step, kind, text, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
 
     def _show(self, row: Mapping[str, Any], counters: Counters) -> None:
-        """Rates are means since the last line, the rest is this step's."""
+        """Show a line of the recorder: rates are means since the last line, the rest is this step's."""
         interval, first, self._first = self.log.take_interval(), self._first, False
         shown = {
             **row,
@@ -247,7 +248,8 @@ def _held_out_words(result: DomainLoss) -> str:
 
 
 def _by_domain(results: Mapping[str, DomainLoss]) -> str:
-    """Each domain's number and its unit: bits per byte, or the perplexity of what has no bytes of text."""
+    """The recorder's numbers by domain, each with its unit: bits per byte, or the perplexity of what has no bytes of
+    text."""
     units: dict[str, list[str]] = {}
     for domain, result in results.items():
         bits = result.bits_per_byte

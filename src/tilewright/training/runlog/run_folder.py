@@ -52,7 +52,7 @@ class RunFolder:
         _lock_or_raise(self._lock, self.path)
 
     def close(self) -> None:
-        """Give the folder free."""
+        """Free the lock of the run's folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -63,7 +63,7 @@ class RunFolder:
         self.close()
 
     def check(self) -> None:
-        """See that the folder is still the one that was opened.
+        """Check that the run's folder is still the one that was opened.
 
         Raises:
             ConfigError: it was deleted, moved or replaced.
@@ -86,11 +86,11 @@ class RunFolder:
         )
 
     def has_run(self) -> bool:
-        """True where a run has written here before."""
+        """True where a run has written into this folder before."""
         return self.recipe.exists() or self.checkpoints.exists()
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replace a JSON file of the folder, whole or not at all; numbers that are not finite are null."""
+        """Replace a JSON file of the run's folder, whole or not at all; numbers that are not finite are null."""
         if self._lock is None:
             return
         try:
@@ -100,7 +100,7 @@ class RunFolder:
             raise cannot_write(self.path / name, error) from error
 
     def link_latest(self) -> None:
-        """Point `latest`, beside the folder, at it."""
+        """Point `latest`, beside the run's folder, at it."""
         if self._lock is None:
             return
         link = self.path.parent / "latest"
@@ -113,7 +113,7 @@ class RunFolder:
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
-    """The error of a file of a run folder."""
+    """The error of a file of a run's folder that cannot be written."""
     return ConfigError(
         "File of the run folder cannot be written",
         got=str(error),
@@ -135,7 +135,7 @@ def move_away(path: Path) -> Path | None:
 
 
 def _lock_or_raise(file: TextIO, path: Path) -> None:
-    """An advisory lock that the kernel drops when the process ends, however it ends."""
+    """Lock a run's folder or raise: an advisory lock that the kernel drops when the process ends, however it ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -41,7 +41,7 @@ class TextSample:
 def run_samples(
     recipe: Recipe, model: Model, prepared: object, batches: Mapping[str, Sequence[Batch]]
 ) -> Iterator[TextSample]:
-    """The samples that a recipe asks for; none of a model that writes no text."""
+    """The samples of text that a recipe asks for; none of a model that writes no text."""
     if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and isinstance(prepared, PreparedData):
         length, seed, stop_ids = recipe.train.sample_tokens, recipe.run.seed, prepared.stop_ids
         longest = longest_text(recipe.model, recipe.data.seq_len + length)
@@ -59,7 +59,7 @@ def write_samples(
     seed: int,
     longest: int | None = None,
 ) -> Iterator[TextSample]:
-    """One sample per domain, of at most `MAX_SAMPLES` domains. The same seed draws the same.
+    """Write samples: one per domain, of at most `MAX_SAMPLES` domains. The same seed draws the same.
 
     Args:
         model: a causal language model.
@@ -92,8 +92,9 @@ def write_samples(
 
 
 def _continuation(tokenizer: Tokenizer, prompt: torch.Tensor, ids: torch.Tensor) -> tuple[str, str]:
-    """Text of a prompt and of what follows it, cut out of the text of both: decoded alone, what follows would lose its
-    first space with tokenizers that write none at the start of a text, and a character that is cut in two."""
+    """Continuation in a sample: text of a prompt and of what follows it, cut out of the text of both: decoded alone,
+    what follows would lose its first space with tokenizers that write none at the start of a text, and a character that
+    is cut in two."""
     alone = tokenizer.decode(prompt.tolist())
     whole = tokenizer.decode([*prompt.tolist(), *ids.tolist()])
     differs = (at for at, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b)
@@ -102,7 +103,8 @@ def _continuation(tokenizer: Tokenizer, prompt: torch.Tensor, ids: torch.Tensor)
 
 
 def _beginnings(batches: Sequence[Batch], bos_id: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Prompt and reference of `count` conversations; of texts one prompt, without a reference."""
+    """Beginnings of samples: prompt and reference of `count` conversations; of texts one prompt, without a
+    reference."""
     rows = [row for batch in batches for row in zip(*_columns(batch), strict=True)]
     if found := list(islice(_conversations(rows), count)):
         return found
@@ -111,7 +113,8 @@ def _beginnings(batches: Sequence[Batch], bos_id: int, count: int) -> list[tuple
 
 
 def _conversations(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts before the first answer, and the answer, of all that do not begin with trained text."""
+    """Conversations for samples: parts before the first answer, and the answer, of all that do not begin with trained
+    text."""
     for ids, segments, labels in rows:
         for segment in segments.unique():
             here = (segments == segment) & (segment >= 0)
@@ -126,7 +129,8 @@ def _conversations(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[t
 
 
 def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, the number of the document that each belongs to (one per row where that is not known), and labels."""
+    """Columns of rows for samples: token ids, the number of the document that each belongs to (one per row where that
+    is not known), and labels."""
     ids, labels = batch["input_ids"], batch["labels"]
     segments = batch.get("segments", torch.zeros_like(ids))
     if ids.dim() == 3:  # of a pair the chosen one

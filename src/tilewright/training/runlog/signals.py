@@ -33,7 +33,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def request(self, reason: str) -> None:
-        """Ask for a stop after the current step."""
+        """Request a stop after the current step, as a signal does."""
         self.reason = self.reason or reason
 
     def __enter__(self) -> "StopRequest":
@@ -68,7 +68,8 @@ class SettingChange:
 
 
 def recipe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Settings that differ between two recipes, each given as {section.field: value}.
+    """Changes of a recipe since it was stopped by a signal: settings that differ between two, each given as
+    {section.field: value}.
 
     Example:
         >>> [str(c) for c in recipe_changes({"optim.lr": 0.1}, {"optim.lr": 0.2})]

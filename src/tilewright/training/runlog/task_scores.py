@@ -68,7 +68,7 @@ class TaskScore:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "TaskScore":
-        """A score from a row of the file.
+        """A score of a task from a row of tasks.json.
 
         Raises:
             KeyError, TypeError: it is no such row.
@@ -78,13 +78,14 @@ class TaskScore:
         return cls(**own, conditions=conditions)
 
     def to_json(self) -> dict[str, Any]:
-        """A flat row of the file."""
+        """A score of a task as a flat row of tasks.json."""
         row = asdict(self)
         return row | row.pop("conditions")
 
 
 def merge(old: Sequence[TaskScore], new: Sequence[TaskScore]) -> list[TaskScore]:
-    """New rows after those of `old` that stay: of other tasks, and of the other role under the same conditions."""
+    """Merge scores of tasks: new rows after those of `old` that stay: of other tasks, and of the other role under the
+    same conditions."""
     fresh = {(row.task, row.role) for row in new}
     conditions = {row.task: row.conditions for row in new}
     kept = [
@@ -96,7 +97,7 @@ def merge(old: Sequence[TaskScore], new: Sequence[TaskScore]) -> list[TaskScore]
 
 
 def read(folder: Path) -> list[TaskScore]:
-    """The rows of a run folder; none where no task was evaluated.
+    """Read the scores of tasks of a run folder; none where no task was evaluated.
 
     Raises:
         DataError: the file is not what `write` wrote.
@@ -117,7 +118,7 @@ def read(folder: Path) -> list[TaskScore]:
 
 
 def write(folder: Path, rows: Sequence[TaskScore]) -> Path:
-    """Replace the file, whole or not at all; its path.
+    """Write the scores of tasks, whole or not at all; the file's path.
 
     Raises:
         ConfigError: it cannot be written.
