@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 
 def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[Tensor]) -> None:
-    """Sum each tensor over all ranks of the group, in place."""
+    """Agree on sums: add up each tensor over all ranks of the group, in place."""
     if group is not None:
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
 
 
 def reduced_on(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where numbers that are on the host are reduced: there, if the group has a backend for it, so that no device is
-    waited for; else on the given device."""
+    """Where agreed numbers that are on the host are reduced: there, if the group has a backend for it, so that no
+    device is waited for; else on the given device."""
     return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
 
 
 def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device | str = "cpu") -> float:
-    """The sum of a number over all ranks of the group, in FP64."""
+    """Agree on the sum of a number over all ranks of the group, in FP64."""
     if group is None:
         return value
     total = torch.tensor(value, dtype=torch.float64, device=device)
@@ -42,7 +42,7 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
 
 
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:
-    """True if the flag is set on any rank."""
+    """Agree on a flag: true if it is set on any rank."""
     if group is None:
         return flag
     found = torch.tensor(int(flag), device=reduced_on(group, torch.device(device)))
@@ -51,7 +51,7 @@ def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | s
 
 
 def from_first(group: dist.ProcessGroup | None, value: T | None) -> T:
-    """The first rank's value, which pickles, on all. The others' is not looked at."""
+    """Agree on the first rank's value, which pickles, on all. The others' is not looked at."""
     if group is None:
         assert value is not None
         return value
@@ -61,7 +61,7 @@ def from_first(group: dist.ProcessGroup | None, value: T | None) -> T:
 
 
 def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
-    """Every rank's value, which pickles, by rank."""
+    """Gather every rank's value for an agreement, which pickles, by rank."""
     if group is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -70,7 +70,7 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
 
 
 def named_ranks(ranks: Collection[int]) -> str:
-    """The numbers of ranks in words, for a user.
+    """The numbers of ranks in words, for a user to read what they agree on.
 
     Example:
         >>> named_ranks([3]), named_ranks((0, 2))
@@ -87,7 +87,7 @@ class OnAllRanksError(torch.OutOfMemoryError):
 def oom_on_all(
     group: dist.ProcessGroup | None, device: torch.device, before: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Inside, no rank waits for another; afterwards all go on, or none does.
+    """Agree on out-of-memory: inside, no rank waits for another; afterwards all continue, or none does.
 
     Args:
         group: ranks; None: the allocator's error is raised as it is.

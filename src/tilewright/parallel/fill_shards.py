@@ -38,7 +38,7 @@ def shard_from_meta(
     before_gather: Callable[[], None] | None = None,
     stages: Sequence[ModelStage] = (),
 ) -> None:
-    """Shard a model without memory, and fill its parts and buffers.
+    """Shard a model without memory (on meta), and fill its shards and buffers.
 
     Args:
         model: converted, on the meta device; what tensor parallelism has cut there is sharded further.
@@ -87,7 +87,7 @@ def shard_all(
     sharding: Sharding,
     stages: Sequence[ModelStage] = (),
 ) -> None:
-    """`shard` of a model, or of each of its stages, whose ends may be tied."""
+    """Shard all before filling: `shard` of a model, or of each of its stages, whose ends may be tied."""
     for stage in stages:
         shard(stage, list(stage.layers), mesh, sharding)
     if stages:
@@ -99,8 +99,8 @@ def shard_all(
 
 @torch.no_grad()
 def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device, *, fresh: bool = True) -> None:
-    """Give a model on the meta device its memory and values without shards: a rank's stages, and its parts of the
-    matrices that tensor parallelism has cut.
+    """Fill without shards: give a model on the meta device its memory and values without shards: a rank's stages, and
+    its parts of the matrices that tensor parallelism has cut.
 
     Args:
         model, values, device, fresh: see `shard_from_meta`.
@@ -122,7 +122,8 @@ def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device
 
 
 def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -> None:
-    """Read or draw the values of this rank's part of a parameter. Of columns whole rows are asked for, some at a time.
+    """Fill a shard: read or draw the values of this rank's part of a parameter. Of columns whole rows are asked for,
+    some at a time.
 
     Args:
         values: initial values.
@@ -143,14 +144,14 @@ def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -
 
 
 def _without_memory(param: nn.Parameter, cut: DTensor | None) -> Tensor:
-    """On the meta device, in the parts that the parameter was in."""
+    """A parameter without memory before shards are filled: on the meta device, in the parts that it was in."""
     sizes = param.shape if cut is None else part_of(cut).sizes
     made = torch.empty(sizes, dtype=param.dtype, device="meta")
     return made if cut is None else sharded_like(made, param.shape, cut)
 
 
 def _renew(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Put other parameters in the place of a model's; tied ones stay tied."""
+    """Renew a model's parameters for filled shards; tied ones stay tied."""
     made = {}
     for name, param in model.named_parameters():
         made[param] = nn.Parameter(make(name, param), param.requires_grad)

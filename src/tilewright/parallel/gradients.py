@@ -46,7 +46,7 @@ class _Bucket:
     dtype: torch.dtype
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a bucket's memory, each in its parameter's shape and order of memory."""
+        """The gradients of a bucket: parts of its memory, each in its parameter's shape and order of memory."""
         return [_like(flat[begin:], param) for begin, param in zip(self.begins, self.params, strict=True)]
 
 
@@ -82,7 +82,7 @@ class GradientSums:
         self._place: dict[Tensor, int] = {}
 
     def overlap(self) -> None:
-        """Send from within the backward pass that `begin(last=True)` comes before."""
+        """Overlap sums of gradients: send from within the backward pass that `begin(last=True)` comes before."""
         this = weakref.ref(self)
 
         def ready(param: Tensor) -> None:
@@ -101,7 +101,8 @@ class GradientSums:
             self._waiting = [set(map(id, bucket.params)) for bucket in self._buckets]
 
     def _ready(self, param: Tensor) -> None:
-        """Its gradient is there. Where it was sent before (inner backward passes), there is more of it: `_late`."""
+        """A gradient to sum is ready: it is there. Where it was sent before (inner backward passes), there is more of
+        it: `_late`."""
         if not self._waiting or param not in self._place:
             return
         self._waiting[self._place[param]].discard(id(param))
@@ -110,7 +111,7 @@ class GradientSums:
 
     @torch.no_grad()
     def send_rest(self) -> None:
-        """Send what is left, zeros where there is no gradient. What is in `.grad` then is on its way."""
+        """Send the gradients that are left, zeros where there is no gradient. What is in `.grad` then is on its way."""
         if self._group is None or self._all_sent:
             return
         if not self._sent:
@@ -184,7 +185,7 @@ class GradientSums:
         self._sent.append(_Sent(bucket, views, used, work))
 
     def _divide(self) -> None:
-        """Buckets of the parameters that are trained now."""
+        """Buckets of gradients of the parameters that are trained now."""
         trained = [param.requires_grad for param in self._params]
         if trained == self._trained:
             return
@@ -253,11 +254,12 @@ class GradientReduction(GradientSums):
 
     @property
     def sharded(self) -> bool:
-        """True if ranks hold parts of the model: they meet in its passes, and all run as many micro-batches."""
+        """True if gradients are sharded, as ranks hold parts of the model: they meet in its passes, and all run as many
+        micro-batches."""
         return self._parts
 
     def begin(self, *, last: bool) -> None:
-        """Before the forward pass of a micro-batch.
+        """Begin reducing gradients, before the forward pass of a micro-batch.
 
         Args:
             last: of this step. Gradients of replicas are sent in its backward pass.
@@ -271,7 +273,8 @@ class GradientReduction(GradientSums):
 
     @contextmanager
     def passes(self, device: torch.device) -> Iterator[None]:
-        """Inside, ranks run their passes; where an allocator finds no memory on one, all stop.
+        """Passes whose gradients are reduced: inside, ranks run theirs; where an allocator finds no memory on one, all
+        stop.
 
         Replicas meet after their passes: the rank that has stopped sends what the others wait for, of no use as it is.
         Parts of one model meet in the passes, where none can stop alone: the error is raised as it is.
@@ -300,7 +303,7 @@ class GradientReduction(GradientSums):
         sum_of_copies(self._model)
 
     def passed(self) -> None:
-        """After the last backward pass: what has not been sent yet is. `finish` does it too."""
+        """Gradients after the last backward pass: what has not been sent yet is. `finish` does it too."""
         if not self._fsdp:
             self.send_rest()
 
@@ -348,7 +351,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 def _fills_memory(tensor: Tensor) -> bool:
-    """True if elements that do not overlap fill a stretch of memory."""
+    """True if elements that do not overlap fill a stretch of memory, for flat gradients."""
     reach = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and step != reach:
@@ -358,14 +361,15 @@ def _fills_memory(tensor: Tensor) -> bool:
 
 
 def _like(flat: Tensor, param: Tensor) -> Tensor:
-    """The beginning of flat memory in a parameter's shape, and in its order where it has no gaps."""
+    """The beginning of flat memory of gradients in a parameter's shape, and in its order where it has no gaps."""
     if param.is_contiguous() or not _fills_memory(param):
         return flat[: param.numel()].view(param.shape)
     return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
 
 
 def check_as_many(group: dist.ProcessGroup | None, microbatches: int, device: torch.device) -> None:
-    """Ranks that hold parts of one model gather them together, so all run as many micro-batches.
+    """Check before gradients are reduced that ranks that hold parts of one model, which they gather together, run as
+    many micro-batches.
 
     Raises:
         ConfigError: on all ranks, where one has another number.

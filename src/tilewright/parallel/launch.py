@@ -39,7 +39,7 @@ def launched(
     facts: Mapping[str, str] = _NOTHING,
     details: Callable[[], Mapping[str, Any]] = dict,
 ) -> Iterator[World]:
-    """The world of this run; `torch.distributed` is initialised inside where there are several processes.
+    """Launch a run's world; `torch.distributed` is initialised inside where there are several processes.
 
     Where it is initialised already, by a program of the user's, it is taken as it is, and stays; its groups have this
     timeout from then on.
@@ -85,7 +85,7 @@ def launched(
 
 
 def _compare(meeting: Meeting, facts: Mapping[str, str], details: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise where ranks differ in a fact; of a recipe with the settings in which they do."""
+    """Compare facts at launch: raise where ranks differ in one; of a recipe with the settings in which they do."""
     of_ranks = meeting.gather("recipe and versions", dict(facts))
     if any(of_rank != of_ranks[0] for of_rank in of_ranks):
         raise_where_unequal(meeting.gather("settings", dict(details())))
@@ -93,8 +93,8 @@ def _compare(meeting: Meeting, facts: Mapping[str, str], details: Callable[[], M
 
 
 def take_gpu(ranks: Ranks, meeting: Meeting) -> int | None:
-    """Make the GPU of this rank the current one; its number among those that this process sees. None where no rank sees
-    any.
+    """At launch, make the GPU of this rank the current one; its number among those that this process sees. None where
+    no rank sees any.
 
     A launcher may show the processes of a machine all of its GPUs, or each one of its own, or each some.
 
@@ -124,7 +124,8 @@ def take_gpu(ranks: Ranks, meeting: Meeting) -> int | None:
 
 
 def share_gpus(seen: Sequence[Sequence[str]], wanted: Sequence[int]) -> list[int | None]:
-    """A GPU for each rank, none for two, for as many ranks as possible: its number among those that the rank sees.
+    """Share GPUs at launch: one for each rank, none for two, for as many ranks as possible: its number among those that
+    the rank sees.
 
     Args:
         seen: names of the GPUs that each rank sees.
@@ -164,7 +165,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
-    """The result of `work()` on the first rank, which pickles, on all; the others wait while it works.
+    """At launch, the result of `work()` on the first rank, which pickles, on all; the others wait while it works.
 
     Args:
         world: this run's.
@@ -194,8 +195,8 @@ def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
 
 
 def in_turn(world: World, work: Callable[[], T]) -> T:
-    """`work()` on all ranks, which leaves something on the disk: on the first one, then on the first of each machine
-    (whose disk may be its own), then on the others, which find it there.
+    """At launch, `work()` in turn on all ranks, which leaves something on the disk: on the first one, then on the first
+    of each machine (whose disk may be its own), then on the others, which find it there.
 
     Raises:
         TilewrightError: that of the first rank on which it failed, on all.
@@ -220,7 +221,7 @@ def in_turn(world: World, work: Callable[[], T]) -> T:
 
 
 def on_any(world: World, look: Callable[[], bool]) -> bool:
-    """True if `look()` is true on any rank; each looks at what its own machine has."""
+    """True if `look()` is true on any launched rank; each looks at what its own machine has."""
     if world.waiting_group is None:
         return look()
     found = look()
@@ -229,7 +230,7 @@ def on_any(world: World, look: Callable[[], bool]) -> bool:
 
 
 def check_equal(world: World, facts: Mapping[str, str]) -> None:
-    """Check that each fact is the same on all ranks.
+    """Check at launch that each fact is the same on all ranks.
 
     Args:
         world: this run's.
@@ -261,7 +262,7 @@ class TorchNeed:
     oldest: tuple[int, int] = (2, 13)
 
     def check(self, version: str = torch.__version__) -> None:
-        """Raise below that torch.
+        """Check the torch that a launch needs: raise below it.
 
         Raises:
             HardwareError: it is older.

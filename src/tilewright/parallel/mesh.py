@@ -64,7 +64,7 @@ class MeshSizes:
 
     @property
     def experts(self) -> dict[str, int]:
-        """The second view, by axis: `dp_shard` x `tp` as `efsdp` x `ep`.
+        """The mesh's second view, by axis: `dp_shard` x `tp` as `efsdp` x `ep`.
 
         Example:
             >>> MeshSizes(dp_shard=4, tp=2, ep=4).experts
@@ -108,7 +108,7 @@ class MeshSizes:
         return f"--parallel.pp {pp} --parallel.dp_replicate 1 --parallel.dp_shard -1 for {world // pp} shards per stage"
 
     def __str__(self) -> str:
-        """The axes that are used.
+        """The axes of the mesh that are used.
 
         Example:
             >>> str(MeshSizes(dp_shard=REST)), str(MeshSizes(tp=2))

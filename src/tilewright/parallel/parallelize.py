@@ -42,8 +42,8 @@ def parallelize(
     values: InitialValues | None = None,
     fresh: bool = True,
 ) -> Model:
-    """Cut a model over the ranks; what this rank has of it. That is the model itself where ranks hold shards or copies
-    of all layers: nothing is put around it.
+    """Parallelize: cut a model over the ranks; what this rank has of it. That is the model itself where ranks hold
+    shards or copies of all layers: nothing is put around it.
 
     Args:
         model: converted.
@@ -87,7 +87,7 @@ def parallelize(
 def in_stages(
     model: Model, pipeline: Pipeline, row: Group, device: torch.device, values: InitialValues | None
 ) -> StagedDecoder | StagedHF:
-    """This rank's layers of a model.
+    """Parallelize in stages: this rank's layers of a model.
 
     Args:
         model, device, values: see `parallelize`.
@@ -117,14 +117,15 @@ def compile_layers(model: Model, world: World, *, waits: bool = False) -> None:
 
 
 def counted_elsewhere(model: Model, world: World) -> frozenset[Tensor]:
-    """Parameters of this rank that a rank with other layers or experts has too, which counts them where ranks count
-    together."""
+    """Parameters of this rank that, in a parallelized model, a rank with other layers or experts has too, which counts
+    them where ranks count together."""
     tied = model.counted_elsewhere if isinstance(model, Staged) else frozenset()
     return tied | held_before(model) if world.sizes.ep > 1 else tied
 
 
 def backward_of(model: TrainableModel, batch: Mapping[str, Tensor], targets: int) -> None:
-    """Forward and backward of a batch's mean loss, for a look at it: not a step. Ranks with other layers all call it.
+    """Backward of a parallelized model: forward and backward of a batch's mean loss, for a look at it: not a step.
+    Ranks with other layers all call it.
 
     Args:
         model: what `parallelize` gave, or any other.

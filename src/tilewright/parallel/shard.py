@@ -92,7 +92,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
 
 
 def _placement(meshes: Mapping[nn.Parameter, DeviceMesh]) -> Callable[[nn.Parameter], Any] | None:
-    """`shard_placement_fn` of FSDP2, which has no public name for what it returns."""
+    """The placement of shards: `shard_placement_fn` of FSDP2, which has no public name for what it returns."""
     if not meshes:
         return None
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -105,14 +105,14 @@ def _placement(meshes: Mapping[nn.Parameter, DeviceMesh]) -> Callable[[nn.Parame
 
 
 def takes_unused() -> bool:
-    """True if this torch's FSDP2 takes a parameter that one rank alone uses in a step. That of 2.11 does not: its ranks
-    would reduce different tensors. Models of this package use each parameter on every rank (an expert without tokens
-    runs on no rows), so only a custom model can meet this."""
+    """True if this torch's FSDP2 can shard a parameter that one rank alone uses in a step. That of 2.11 does not: its
+    ranks would reduce different tensors. Models of this package use each parameter on every rank (an expert without
+    tokens runs on no rows), so only a custom model can meet this."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def ready(model: nn.Module) -> None:
-    """The last step of `shard`, for a model that was on the meta device: once its parts have memory.
+    """Ready a sharded model: the last step of `shard`, for one that was on the meta device: once its parts have memory.
 
     Gradients of 16-bit parameters are FP32, whole and in parts. FP32 ones of a converted model are gathered as they are
     read (`precision.assign.gathered`).
@@ -145,7 +145,8 @@ def _give_fp32_gradients(module: nn.Module) -> None:
 
 
 def keep_fp32_sums(model: nn.Module) -> None:
-    """Let FSDP2 leave the sum of gradients in FP32, which it would cast to the parameter's dtype.
+    """Keep FP32 sums of a sharded model: let FSDP2 leave the sum of gradients in FP32, which it would cast to the
+    parameter's dtype.
 
     What it casts to is decided by each `unshard()` and has no public setting.
     """
@@ -168,13 +169,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def in_parts(model: nn.Module) -> bool:
-    """True if ranks hold parts of the model's parameters, whatever has cut them."""
+    """True if shards or other parts of the model's parameters are on ranks, whatever has cut them."""
     return any(isinstance(param, DTensor) for param in model.parameters())
 
 
 def share_parts(model: nn.Module) -> None:
-    """Let groups that hold one parameter, as tied ends of a model in stages do, have one part of it: each gathers it
-    for itself, and their gradients are added up in it.
+    """Share shards of tied parameters: let groups that hold one parameter, as tied ends of a model in stages do, have
+    one part of it: each gathers it for itself, and their gradients are added up in it.
 
     Args:
         model: sharded, no group put together. Modules that share a parameter have the same object.
@@ -191,7 +192,8 @@ def share_parts(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what forward passes without a backward pass have left gathered. The parts are the parameters again."""
+    """Reshard: free what forward passes without a backward pass have left gathered. The parts are the parameters
+    again."""
     for module in fsdp_modules(model):
         module.reshard()
 
@@ -207,8 +209,9 @@ class WholeBytes:
         self._groups: list[Any] = [group for module in fsdp_modules(model) for group in param_groups(module)]
 
     def __call__(self) -> dict[str, int]:
-        """Bytes of whole parameters, and of their whole gradients, that this rank has now in addition to its parts; and
-        of parts of gradients that no parameter has yet, because copies of the shards add them after the last pass."""
+        """Bytes beside the shards: of whole parameters, and of their whole gradients, that this rank has now in
+        addition to its parts; and of parts of gradients that no parameter has yet, because copies of the shards add
+        them after the last pass."""
         waiting = [group._partial_reduce_output for group in self._groups]
         found = {"parameters": 0, "gradients": sum(part.nbytes for part in waiting if part is not None)}
         for param in (param for group in self._groups for param in group.fsdp_params):
@@ -226,7 +229,8 @@ def _shard_group(module: nn.Module, settings: dict[str, Any], *, reshard: bool |
 
 
 def _of_other_dtypes(module: nn.Module) -> list[nn.Module]:
-    """Parts whose trained parameters have another dtype than most of the module's that are in no group yet."""
+    """Shards of other dtypes: parts whose trained parameters have another dtype than most of the module's that are in
+    no group yet."""
     own = {part: [p for p in part.parameters(recurse=False) if p.requires_grad] for part in _ungrouped(module)}
     sizes: Counter[torch.dtype] = Counter()
     for params in own.values():
@@ -237,7 +241,7 @@ def _of_other_dtypes(module: nn.Module) -> list[nn.Module]:
 
 
 def _ungrouped(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and what is in it, without what groups have already taken."""
+    """The ungrouped parts of a module to shard: it and what is in it, without what groups have already taken."""
     if isinstance(module, FSDPModule):
         return
     yield module

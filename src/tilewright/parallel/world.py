@@ -115,7 +115,7 @@ class World:
         return self.rank // (sizes.data * sizes.tp) * sizes.tp + self.rank % sizes.tp
 
     def of(self, device: str) -> str:
-        """A device's name, and how many processes share the work, for a user.
+        """The world in words for a user: a device's name, and how many processes share the work.
 
         Example:
             >>> World(Group(size=4), sizes=MeshSizes(dp_replicate=2, dp_shard=2)).of("CPU"), World.alone().of("CPU")
@@ -130,36 +130,37 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True if this process prepares data, plans, writes the run folder and prints."""
+        """True if this process is the world's first, which prepares data, plans, writes the run folder and prints."""
         return self.rank == 0
 
     def at(self, phase: str) -> None:
-        """This rank begins a phase of the start of a run."""
+        """At the world's start: this rank begins a phase of the start of a run."""
         if self.heartbeat is not None:
             self.heartbeat.phase(phase)
 
     def begin(self, phase: str) -> None:
-        """The ranks begin a phase of another start: steps may be counted from an earlier one on again."""
+        """Begin the world's start again: ranks are in a phase of it, and steps may be counted from an earlier one on
+        again."""
         if self.heartbeat is not None:
             self.heartbeat.begin(phase)
 
     def waits(self) -> None:
-        """This rank has done its part of the phase and waits for others, for as long as they work."""
+        """This rank of the world has done its part of the phase and waits for others, for as long as they work."""
         if self.heartbeat is not None:
             self.heartbeat.waits()
 
     def works(self) -> None:
-        """Record that this rank continues with the phase of the start."""
+        """This rank of the world continues with the phase of the start."""
         if self.heartbeat is not None:
             self.heartbeat.works()
 
     def aside(self, phase: str) -> None:
-        """A thread has done its part of what ranks do beside the steps, and waits for others."""
+        """A thread of the world's rank has done its part of what ranks do beside the steps, and waits for others."""
         if self.heartbeat is not None:
             self.heartbeat.aside(phase)
 
     def wait_for_all(self) -> None:
-        """Return once all ranks have come here, however long each of them works before."""
+        """Wait for all ranks of the world: return once all have come here, however long each of them works before."""
         if self.waiting_group is not None:
             self.waits()
             dist.barrier(group=self.waiting_group)
@@ -167,20 +168,20 @@ class World:
 
     @property
     def holds_parts(self) -> bool:
-        """True if a rank holds a part of the model: of its tensors, or of its layers."""
+        """True if ranks of the world hold parts of the model: of its tensors, or of its layers."""
         return self.sizes.pp > 1 or self.sizes.tp > 1 or self.fsdp_mesh is not None
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """The mesh for `fully_shard`: two axes for HSDP, one for FSDP; None where the model is not sharded. Copies of
-        matrices that are cut are of one shard at least: FSDP2 sums their gradients."""
+        """The world's mesh for `fully_shard`: two axes for HSDP, one for FSDP; None where the model is not sharded.
+        Copies of matrices that are cut are of one shard at least: FSDP2 sums their gradients."""
         sizes = self.sizes
         sharded = sizes.dp_shard > 1 or (sizes.dp_replicate > 1 and sizes.tp > 1)
         return self._shards if self.mesh is not None and sharded else None
 
     def fsdp_mesh_beside(self, experts: bool) -> DeviceMesh | None:
-        """The mesh of FSDP2 for the rest of a model whose experts have a mesh of their own: the rest may be in one
-        shard then."""
+        """The world's mesh of FSDP2 for the rest of a model whose experts have a mesh of their own: the rest may be in
+        one shard then."""
         return self._shards if experts and self.mesh is not None else self.fsdp_mesh
 
     @property
@@ -190,8 +191,8 @@ class World:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh | None:
-        """The mesh of FSDP2 for experts that are spread (`ep`): ranks that hold the same ones. None where they are
-        not."""
+        """The world's mesh of FSDP2 for experts that are spread (`ep`): ranks that hold the same ones. None where they
+        are not."""
         if self.expert_mesh is None:
             return None
         copies = ("dp_replicate",) if self._fsdp_sums_copies else ()
@@ -202,7 +203,8 @@ class World:
         return self.sizes.dp_replicate > 1 and not self.copies_apart
 
     def along(self, axis: str) -> Group:
-        """The group of ranks along an axis of the mesh, by its name; this rank alone where the mesh has none such.
+        """The world's group of ranks along an axis of the mesh, by its name; this rank alone where the mesh has none
+        such.
 
         Args:
             axis: of `parallel.mesh.AXES`.
@@ -211,13 +213,14 @@ class World:
 
     @property
     def expert_shards(self) -> Group:
-        """The group of ranks that hold shards of the same experts."""
+        """The world's group of ranks that hold shards of the same experts."""
         mesh = self.expert_mesh
         return Group() if mesh is None or mesh[EXPERT_SHARDS].size() == 1 else _along(mesh, EXPERT_SHARDS)
 
 
 def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelta | None = None) -> World:
-    """This process's place in an initialised `torch.distributed`. All ranks call it: it makes their groups.
+    """Join the world: this process's place in an initialised `torch.distributed`. All ranks call it: it makes their
+    groups.
 
     Args:
         ranks: what torchrun says of this process.
@@ -259,14 +262,14 @@ def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelt
 
 
 def _of_all(timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of all ranks for what is on the host."""
+    """The world's group of all ranks for what is on the host."""
     made = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(made, dist.ProcessGroup), "this rank is in it"
     return made
 
 
 def _along(mesh: DeviceMesh, axis: str) -> Group:
-    """This rank's group along an axis of a mesh, which has made it."""
+    """This rank's group of the world along an axis of a mesh, which has made it."""
     return Group(mesh.get_local_rank(axis), mesh[axis].size(), mesh.get_group(axis))
 
 
@@ -275,7 +278,7 @@ def _mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
 
 
 def _group(sizes: MeshSizes, axes: Sequence[str], timeout: timedelta | None) -> Group:
-    """This rank's group along some axes: ranks that have the same place along all the others."""
+    """This rank's group of the world along some axes: ranks that have the same place along all the others."""
     inside = [number for number, axis in enumerate(AXES) if axis in axes]
     outside = [number for number, axis in enumerate(AXES) if axis not in axes]
     numbers = torch.arange(sizes.world).view([getattr(sizes, axis) for axis in AXES]).permute(*outside, *inside)

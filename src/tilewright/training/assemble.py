@@ -121,7 +121,7 @@ class RunContext:
         return replace(self, loaded=lasting(self.loaded, length), plan=plan)
 
     def replanner(self) -> Replanner | None:
-        """Assemble what plans the run again while it runs; None where it cannot be."""
+        """Assemble the re-planner of a run; None where it cannot be planned again."""
         return replanner_of(self.loaded, self.site, self.plan)
 
     @property
@@ -158,8 +158,7 @@ class RunContext:
 
     @property
     def compiles(self) -> bool:
-        """True where an assembled run compiles layers. Not by themselves where weight gradients wait or matrices are
-        cut.
+        """True where an assembled run compiles layers: not by themselves where gradients wait or matrices are cut.
 
         Raises:
             HardwareError: the recipe insists, and there is no compiler that can be used.
@@ -303,7 +302,7 @@ def build(
     memory_plan: MemoryPlan | None = None,
     values_of: Callable[[Model], InitialValues] | None = None,
 ) -> Components:
-    """Assemble a run, second: model, precision, optimizer, executor, hooks and data stream, before the first step.
+    """Assemble a run, second: model, precision, optimizer, executor, hooks and data stream.
 
     In this order: what reads a module's kind or dtype comes after what sets it, and what holds a parameter after what
     makes it a new object.
@@ -388,8 +387,7 @@ def build(
 
 
 def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool, dict[str, ConversionReport]]:
-    """Assemble a run's precision: the first mode, the policy, modes by step, if one needs loss scaling, reports by
-    mode."""
+    """Assemble a run's precision: the first mode, the policy, modes by step, loss scaling, reports by mode."""
     section = setup.recipe.precision
     parameters = "" if setup.recipe.optim.master_weights == "fp32" else "bf16"
     policy = Policy.from_section(section, setup.machine.device, parameters=parameters)

@@ -179,8 +179,7 @@ class Run:
         return seconds
 
     def _step(self) -> None:
-        """One step of a run: batches, rate, hooks, the executor's step, the record. Whole or not at all
-        (`transaction`)."""
+        """One step of a run: batches, rate, hooks, the executor's step, the record. Whole or not at all."""
         parts, train, number = self.parts, self.recipe.train, self.step + 1
         self._number = number
         self._at("data")
@@ -213,8 +212,7 @@ class Run:
         return step
 
     def _retried(self, work: Callable[[], Any]) -> Any:
-        """The result of a run's step; called again under a tighter plan where memory runs out and all ranks have
-        stopped."""
+        """The result of a run's step; called again under a tighter plan where memory runs out and all ranks stopped."""
         return run_with_retries(work, self._make_room, alone=self.agreement.alone)
 
     def _make_room(self, said: str) -> bool:

@@ -49,7 +49,7 @@ class GatheredPart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's part of a parameter as values, in their dtype.
+        """Bytes of a rank's part of a parameter as values, in their dtype, which codes spare.
 
         Example:
             >>> GatheredPart(300, torch.float32).nbytes, GatheredPart(300, torch.bfloat16, (3, 100)).sent_bytes
@@ -59,7 +59,7 @@ class GatheredPart:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends of the parameter, as codes or as values."""
+        """Bytes that a rank sends of a coded parameter, as codes or as values."""
         if self.shape is None:
             return self.nbytes
         down, across = self.grid
@@ -67,7 +67,7 @@ class GatheredPart:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles down, as many as a rank's rows can be in, and across."""
+        """The grid of tiles of a coded part: down, as many as a rank's rows can be in, and across."""
         assert self.shape is not None, "of codes"
         rows, columns = self.shape
         down = rows // TILE if self.is_even else (rows + TILE - 2) // TILE + 1
@@ -75,12 +75,12 @@ class GatheredPart:
 
     @property
     def is_even(self) -> bool:
-        """True if no tile lies on two ranks."""
+        """True if no tile of a coded parameter lies on two ranks."""
         return self.shape is None or self.shape[0] % TILE == 0
 
     def amax(self, part_RK: Tensor, rank: int, ranks: int) -> Tensor:
-        """Largest magnitudes of the tiles that this rank has some rows of: FP32 [T, U] of the whole matrix, zero where
-        a tile is none of these. The largest over the ranks is what `pack` takes.
+        """Largest magnitudes of the tiles of a coded part that this rank has some rows of: FP32 [T, U] of the whole
+        matrix, zero where a tile is none of these. The largest over the ranks is what `pack` takes.
 
         Args:
             part_RK: this rank's rows.
@@ -96,7 +96,7 @@ class GatheredPart:
         return found
 
     def pack(self, part_RK: Tensor, rank: int, amax_TU: Tensor | None, kernels: Kernels) -> Tensor:
-        """This rank's codes, then the exponents of its tiles' scales: uint8, `sent_bytes`.
+        """Pack a coded part: this rank's codes, then the exponents of its tiles' scales: uint8, `sent_bytes`.
 
         Args:
             part_RK: its rows, FP32 or BF16.
@@ -125,7 +125,7 @@ class GatheredPart:
         return torch.cat([tiled.qdata[above : above + rows].reshape(-1), exponents, filled])
 
     def unpack(self, sent_B: Tensor, rank: int, out_RK: Tensor) -> None:
-        """The values of a rank's codes, into a tensor of its rows.
+        """Unpack a coded part: the values of a rank's codes, into a tensor of its rows.
 
         Args:
             sent_B: what that rank has packed.
@@ -144,7 +144,7 @@ class GatheredPart:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of some pieces begins, and where the last one ends.
+    """Offsets of coded pieces: where each begins, and where the last one ends.
 
     Example:
         >>> offsets([3, 4])

@@ -67,7 +67,7 @@ class Handle:
         self._end: float | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the exchange; its result. On a GPU the stream waits for it, and not the host.
+        """Wait for an exchange of the communicator; its result. On a GPU the stream waits for it, and not the host.
 
         Raises:
             RuntimeError: the exchange failed, as torch tells it: a rank is gone, or was waited for too long.
@@ -82,7 +82,7 @@ class Handle:
         return self._result
 
     def done(self) -> bool:
-        """True if `wait` returns at once."""
+        """True if an exchange of the communicator is done: `wait` returns at once."""
         if self._waited or self._end is not None:
             return True
         if not self._done():
@@ -142,12 +142,12 @@ class AsyncCommunicator:
             self._transport = GroupTransport(own_group(group, timeout))
 
     def packs(self, tensor: Tensor) -> bool:
-        """True if this tensor would be sent in the wire format, and not as it is."""
+        """True if the communicator would send this tensor in the wire format, and not as it is."""
         return self._packs and tensor.dtype == torch.float32
 
     def widen(self, wire: WireName) -> None:
-        """Send in another format from now on, FP32 too: in the exchanges of the one that it was made with, so that who
-        sums what stays as it is. All ranks call it between steps.
+        """Widen a communicator's format: send in another one from now on, FP32 too: in the exchanges of the one that it
+        was made with, so that who sums what stays as it is. All ranks call it between steps.
 
         Args:
             wire: the format.
@@ -246,7 +246,8 @@ class AsyncCommunicator:
         through: Callable[[Transport], Any],
         native_bytes: float,
     ) -> Handle:
-        """Start an exchange: `packed` in the wire format, `native` by torch, `through` a transport that was given."""
+        """Start an exchange of the communicator: `packed` in the wire format, `native` by torch, `through` a transport
+        that was given."""
         if self.group is None and self._given is None:
             return Handle(result, _nothing, lambda: True, time.perf_counter, _nothing)
         if packed is not None and self.packs(result):
@@ -299,7 +300,7 @@ class AsyncCommunicator:
         return Handle(result, wait, ended.query, time.perf_counter, _nothing)
 
     def reduce_packed(self, transport: Transport, tensor: Tensor, name: str = "") -> None:
-        """`async_all_reduce` in the wire format, here and now."""
+        """The communicator's `async_all_reduce` in the wire format, here and now."""
         size, flat_N = transport.size, tensor.view(-1)
         share = -(-flat_N.numel() // size)
         share = -(-share // self.alignment) * self.alignment
@@ -319,7 +320,7 @@ class AsyncCommunicator:
         flat_N.copy_(unpack(every_RB, share, self.wire).view(-1)[: flat_N.numel()])
 
     def scatter_packed(self, transport: Transport, part: Tensor, whole: Tensor, name: str = "") -> None:
-        """`async_reduce_scatter` in the wire format, here and now."""
+        """The communicator's `async_reduce_scatter` in the wire format, here and now."""
         x_RM = whole.view(transport.size, -1)
         packed_RB, lost_RM = self._packed(x_RM, name)
         self.traffic.sent(self.axis, "reduce_scatter", self.wire, packed_RB[0].nbytes * (transport.size - 1))
@@ -330,7 +331,8 @@ class AsyncCommunicator:
         part.view(-1).copy_(sum_M)
 
     def _packed(self, x_RM: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
-        """Rows as they are sent, with what was lost before; and what is lost now, where that is kept or measured."""
+        """Rows as the communicator sends them, with what was lost before; and what is lost now, where that is kept or
+        measured."""
         kept = self.feedback is not None and bool(name)
         if self.feedback is not None and kept:
             x_RM = x_RM + self.feedback.owed(name, x_RM)
@@ -348,7 +350,8 @@ class AsyncCommunicator:
         return self.errors is not None and self.errors.measuring
 
     def _measure(self, transport: Transport, lost_RM: Tensor, sum_M: Tensor, lost_M: Tensor) -> None:
-        """Where it is measured: add up what all ranks have lost of this rank's share, and what its sum loses."""
+        """Measure a communicator's error: add up what all ranks have lost of this rank's share, and what its sum
+        loses."""
         if self.errors is None or not self.errors.measuring:
             return
         rows_RB = pack(lost_RM, "fp32", self.codes)
@@ -358,7 +361,7 @@ class AsyncCommunicator:
 
     @property
     def codes(self) -> Kernels:
-        """The function that makes FP8 codes."""
+        """The communicator's function that makes FP8 codes."""
         if self.kernels is None:  # BF16 takes none
             self.kernels = Kernels.default()
         return self.kernels

@@ -31,7 +31,8 @@ class ErrorFeedback:
         self._new: dict[str, Tensor] = {}
 
     def owed(self, name: str, like: Tensor) -> Tensor:
-        """The values to be added to a tensor before it is encoded: FP32 of its shape, zeros at first.
+        """Error feedback that is owed: the values to be added to a tensor before it is encoded: FP32 of its shape,
+        zeros at first.
 
         Args:
             name: of what is sent, the same in each step.
@@ -43,7 +44,7 @@ class ErrorFeedback:
         return kept.to(device=like.device, dtype=torch.float32).view_as(like) * self.scale
 
     def keep(self, name: str, lost: Tensor) -> None:
-        """Note what the wire format lost of a gradient in this step.
+        """Keep as error feedback what the wire format lost of a gradient in this step.
 
         Args:
             name: as `owed` was asked.
@@ -52,13 +53,13 @@ class ErrorFeedback:
         self._new[name] = torch.nan_to_num(lost / self.scale, nan=0.0, posinf=0.0, neginf=0.0).to(DTYPE).flatten()
 
     def commit(self) -> None:
-        """Commit the losses of this step's gradients, which have changed the weights."""
+        """Commit the error feedback of this step's gradients, which have changed the weights."""
         self._kept |= self._new
         self._new = {}
 
     def forget(self) -> None:
-        """Drop what this step lost: its gradients have not changed the weights, and what is owed is what it was before
-        the step."""
+        """Forget the error feedback of this step: its gradients have not changed the weights, and what is owed is what
+        it was before the step."""
         self._new = {}
 
     @property

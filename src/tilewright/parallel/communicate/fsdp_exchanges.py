@@ -41,11 +41,12 @@ class _Counted:
         self._communicator, self._name = communicator, name
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of what is sent, or comes."""
+        """Memory of what an exchange of FSDP2 sends, or receives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _timed(self, operation: Operation, wire: str, tensor: Tensor, work: Any) -> Any:
-        """The result of `work`; it is through then, but on a GPU, or where it is asynchronous."""
+        """The timed result of an exchange of FSDP2, `work`; it is through then, but on a GPU, or where it is
+        asynchronous."""
         began = time.perf_counter()
         found = work()
         if found is None and not tensor.is_cuda:
@@ -60,7 +61,7 @@ class CountedAllGather(_Counted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Gather the ranks' parts."""
+        """Gather the ranks' parts for FSDP2, counted."""
         wire, size = wire_name(input_tensor.dtype), whole_bytes("all_gather", output_tensor.nbytes, group.size())
         self._communicator.traffic.sent(self._communicator.axis, "all_gather", wire, size)
         options = {"group": group, "async_op": async_op}
@@ -101,7 +102,7 @@ class CodedAllGather(CountedAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Gather the ranks' parts; through, or in the order of its stream, before it returns."""
+        """Gather the ranks' parts for FSDP2 as codes; through, or in the order of its stream, before it returns."""
         pieces = self._pieces()
         if not self._coded:
             return super().__call__(output_tensor, input_tensor, group, async_op)
@@ -142,7 +143,8 @@ class CodedAllGather(CountedAllGather):
     def _shared_scales(
         self, parts: Sequence[tuple[GatheredPart, Tensor]], group: dist.ProcessGroup
     ) -> list[Tensor | None]:
-        """Largest magnitudes of tiles that lie on several ranks, of each piece that has any: one all-reduce."""
+        """Shared scales of FSDP2's exchange as codes: largest magnitudes of tiles that lie on several ranks, of each
+        piece that has any: one all-reduce."""
         rank, ranks = group.rank(), group.size()
         grids = [
             None if piece.shape is None or piece.is_even else piece.amax(part.view(piece.shape), rank, ranks)
@@ -169,7 +171,7 @@ def _piece(held: Any) -> GatheredPart:
 
 
 def _split(flat: Tensor, pieces: Sequence[GatheredPart]) -> Sequence[Tensor]:
-    """The pieces of what one rank has; of bytes, where their dtypes differ."""
+    """The pieces of an exchange of FSDP2 from one rank; of bytes, where their dtypes differ."""
     whole = flat.dtype != torch.uint8
     return flat.split([piece.numel if whole else piece.nbytes for piece in pieces])
 
@@ -189,7 +191,7 @@ class WireReduceScatter(_Counted):
     ended_s = 0.0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of the ranks' gradients, then of this rank's part."""
+        """Memory of the ranks' gradients for FSDP2's reduce-scatter, then of this rank's part."""
         found = super().allocate(size, dtype=dtype, device=device)
         self.ended_s = time.perf_counter()
         return found
@@ -197,8 +199,8 @@ class WireReduceScatter(_Counted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Sum the ranks' gradients; each gets its part. In a wire format only sums are there: `shard` asks for none
-        but these."""
+        """FSDP2's reduce-scatter: sum the ranks' gradients; each gets its part. In a wire format only sums are there:
+        `shard` asks for none but these."""
         communicator = self._communicator
         if communicator.packs(input_tensor):
             assert op == dist.ReduceOp.SUM, "gradients are sums"
@@ -223,7 +225,7 @@ def exchange_shards(
     copies: AsyncCommunicator | None = None,
     coded: bool = False,
 ) -> None:
-    """Let the groups of a sharded model send what they send by communicators, and count it.
+    """Exchange shards of FSDP2's groups by communicators, and count what is sent.
 
     Args:
         model: from `parallel.shard`.
@@ -257,7 +259,7 @@ def exchange_shards(
 
 
 def _tell(model: nn.Module) -> None:
-    """Say which of a model's matrices travel as codes."""
+    """Tell FSDP2's exchanges which of a model's matrices travel as codes."""
     groups = [group for module in fsdp_modules(model) for group in param_groups(module)]
     pieces = [_piece(held) for group in groups for held in group.fsdp_params if len(held.padded_sharded_param_size) > 1]
     coded = sum(piece.shape is not None for piece in pieces)

@@ -57,18 +57,18 @@ class GradientSync:
 
     @property
     def wire(self) -> WireName:
-        """The wire format of gradients now."""
+        """The wire format in which gradients are synchronised now."""
         return self.replicas.wire
 
     def widen(self, wire: WireName) -> None:
-        """Send gradients in another format from the next step on; all ranks call it."""
+        """Widen gradient sync: send in another format from the next step on; all ranks call it."""
         for communicator in self._made:
             communicator.widen(wire)
 
     @staticmethod
     def attached(world: World, section: ParallelSection, kernels: Kernels, model: nn.Module) -> "GradientSync | None":
-        """The synchronisation of a model that is sharded, attached to it: see `attach`. None of one process, which
-        sends nothing."""
+        """Gradient sync of a model that is sharded, attached to it: see `attach`. None of one process, which sends
+        nothing."""
         if world.size == 1:
             return None
         sync = GradientSync(world, section, kernels)
@@ -76,7 +76,7 @@ class GradientSync:
         return sync
 
     def attach(self, model: nn.Module) -> None:
-        """Let FSDP2 send what a sharded model's groups send; nothing where it is not sharded."""
+        """Attach gradient sync: let FSDP2 send what a sharded model's groups send; nothing where it is not sharded."""
         if not is_sharded(model):
             return
         world = self._world
@@ -89,7 +89,7 @@ class GradientSync:
         )
 
     def begin(self, loss_scale: float) -> None:
-        """The passes of a step begin, or begin again."""
+        """Begin gradient sync of a step: its passes begin, or begin again."""
         if self.errors is not None:
             self.errors.clear()
         if self.feedback is not None:
@@ -97,10 +97,10 @@ class GradientSync:
             self.feedback.scale = loss_scale
 
     def owned_bytes(self) -> dict[str, int]:
-        """Bytes by owner that no parameter has (`memory.tracking`)."""
+        """Bytes of gradient sync by owner, that no parameter has (`memory.tracking`)."""
         return {} if self.feedback is None else {"gradients": self.feedback.nbytes}
 
     def applied(self) -> None:
-        """Note that the summed gradients have changed the weights."""
+        """Applied gradient sync: the summed gradients have changed the weights."""
         if self.feedback is not None:
             self.feedback.commit()

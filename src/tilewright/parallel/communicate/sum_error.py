@@ -33,7 +33,7 @@ class SumError:
         self._squares = {axis: (0.0, 0.0) for axis in self._axes}
 
     def add(self, axis: str, error: Tensor, total: Tensor) -> None:
-        """Note the error of a share of a sum that ranks exchanged in a wire format.
+        """Add the error of a share of a sum that ranks exchanged in a wire format.
 
         Args:
             axis: along which it is summed.
@@ -46,13 +46,13 @@ class SumError:
             self._squares[axis] = before[0] + squares[0], before[1] + squares[1]
 
     def clear(self) -> None:
-        """Forget what was noted: the passes of a step begin, or begin again."""
+        """Clear the errors of sums: the passes of a step begin, or begin again."""
         with self._lock:
             self._squares = {axis: (0.0, 0.0) for axis in self._axes}
 
     def shares(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """The error's norm over the sum's norm, by axis, over all ranks of a group, which call it together. NaN where a
-        sum is not finite; axes without a sum that is not zero are left out.
+        """Shares of the sums' error: its norm over the sum's norm, by axis, over all ranks of a group, which call it
+        together. NaN where a sum is not finite; axes without a sum that is not zero are left out.
 
         Example:
             >>> errors = SumError(["data"])

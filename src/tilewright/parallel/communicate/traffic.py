@@ -40,7 +40,7 @@ class Exchanged:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in which something else was computed.
+        """Seconds of traffic that are hidden: something else was computed.
 
         Example:
             >>> Exchanged(seconds=2.0, exposed_s=0.5).hidden_s
@@ -66,11 +66,11 @@ class TrafficCounter:
         self._taken: dict[Kind, Exchanged] = {}
 
     def sent(self, axis: str, operation: Operation, wire: str, sent_bytes: float) -> None:
-        """Count the bytes of an exchange that begins."""
+        """Count the traffic of an exchange that begins, in bytes."""
         self._add((axis, operation, wire), Exchanged(int(sent_bytes), 1))
 
     def took(self, axis: str, operation: Operation, wire: str, seconds: float, exposed: float) -> None:
-        """Count the seconds of an exchange that has ended.
+        """Count the seconds of traffic of an exchange that has ended.
 
         Args:
             axis, operation, wire: as it began.
@@ -85,13 +85,14 @@ class TrafficCounter:
 
     @property
     def total(self) -> Mapping[Kind, Exchanged]:
-        """Sums of all exchanges since the counter was made."""
+        """Total traffic: sums of all exchanges since the counter was made."""
         with self._lock:
             return dict(self._sums)
 
     def numbers(self) -> dict[str, float]:
-        """Since the last call of `take`, for a row of metrics: all that was sent, its seconds exposed and hidden, these
-        by axis too, and bytes by axis, operation and format. Nothing where nothing was sent."""
+        """Numbers of traffic since the last call of `take`, for a row of metrics: all that was sent, its seconds
+        exposed and hidden, these by axis too, and bytes by axis, operation and format. Nothing where nothing was
+        sent."""
         found = self.take()
         if not found:
             return {}
@@ -107,7 +108,7 @@ class TrafficCounter:
         return told | {f"sent_bytes.{'.'.join(kind)}": one.sent_bytes for kind, one in found.items() if one.sent_bytes}
 
     def take(self) -> dict[Kind, Exchanged]:
-        """Take the exchanges counted since the last call; kinds without an exchange are left out."""
+        """Take the traffic counted since the last call; kinds without an exchange are left out."""
         with self._lock:
             found = {kind: now - self._taken.get(kind, Exchanged()) for kind, now in self._sums.items()}
             self._taken = dict(self._sums)
@@ -128,8 +129,8 @@ class AxisTraffic:
 
     @contextmanager
     def waited(self, operation: Operation, sent: Tensor, sent_bytes: float, wire: str = "") -> Iterator[None]:
-        """Inside is an exchange that is through at the end, so that all its seconds are exposed; on a GPU, where
-        streams wait, none are counted.
+        """Count as traffic an exchange inside that is through at the end, so that all its seconds are exposed; on a
+        GPU, where streams wait, none are counted.
 
         Args:
             operation: that it is.
@@ -147,7 +148,8 @@ class AxisTraffic:
 
 
 def whole_bytes(operation: Operation, tensor_bytes: float, ranks: int) -> float:
-    """Bytes that one of so many ranks sends at the least, so that all get the result of a collective.
+    """Least traffic of a collective: bytes that one of so many ranks sends at the least, so that all get the result of
+    a collective.
 
     Args:
         operation: of them.
@@ -162,7 +164,7 @@ def whole_bytes(operation: Operation, tensor_bytes: float, ranks: int) -> float:
 
 
 def wire_name(dtype: torch.dtype) -> str:
-    """The wire format of what is sent as it is.
+    """The wire format in which traffic counts what is sent as it is.
 
     Example:
         >>> wire_name(torch.float32), wire_name(torch.int64)

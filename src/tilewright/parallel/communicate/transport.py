@@ -24,15 +24,17 @@ class Transport(Protocol):
     size: int
 
     def all_to_all(self, rows_RB: Tensor) -> Tensor:
-        """Exchange rows of bytes: row r goes to rank r; gives the rows that came, in the order of the ranks."""
+        """Transport by all-to-all: exchange rows of bytes: row r goes to rank r; gives the rows that came, in the order
+        of the ranks."""
         ...
 
     def all_gather(self, row_B: Tensor) -> Tensor:
-        """Gather rows of bytes: this rank's row goes to all; gives the rows of all ranks [R, B]."""
+        """Transport by all-gather: gather rows of bytes: this rank's row goes to all; gives the rows of all ranks [R,
+        B]."""
         ...
 
     def all_reduce(self, values: Tensor) -> None:
-        """Sum a tensor over the ranks, in place, as torch adds it."""
+        """Transport by all-reduce: sum a tensor over the ranks, in place, as torch adds it."""
         ...
 
 
@@ -48,36 +50,37 @@ class GroupTransport:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_to_all(self, rows_RB: Tensor) -> Tensor:
-        """Exchange rows among the ranks: see `Transport`."""
+        """Exchange rows among the ranks on a process group: see `Transport`."""
         found = torch.empty_like(rows_RB)
         dist.all_to_all_single(found, rows_RB.contiguous(), group=self.group)
         return found
 
     def all_gather(self, row_B: Tensor) -> Tensor:
-        """Gather a row of each rank: see `Transport`."""
+        """Gather a row of each rank on a process group: see `Transport`."""
         found = row_B.new_empty(self.size * row_B.numel())  # flat: gloo takes no other shape
         all_gather_rows(found, row_B.contiguous().view(-1), group=self.group)
         return found.view(self.size, *row_B.shape)
 
     def all_reduce(self, values: Tensor) -> None:
-        """Sum values over the ranks: see `Transport`."""
+        """Sum values over the ranks on a process group: see `Transport`."""
         dist.all_reduce(values, group=self.group)
 
 
 def all_gather_rows(found: Tensor, own: Tensor, **options: Any) -> Any:
-    """torch's all-gather of tensors of one size into one, by its name in this torch."""
+    """Transport's all-gather by torch: tensors of one size into one, by its name in this torch."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(found, own, **options)
 
 
 def reduce_scatter_rows(found: Tensor, whole: Tensor, **options: Any) -> Any:
-    """torch's reduce-scatter of one tensor, by its name in this torch."""
+    """Transport's reduce-scatter by torch: one tensor, by its name in this torch."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce(found, whole, **options)
 
 
 def own_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Another group of the same ranks, which all call this: what a thread exchanges is apart from what others do."""
+    """A transport's own process group of the same ranks, which all call this: what a thread exchanges is apart from
+    what others do."""
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is in it"
@@ -94,7 +97,7 @@ class ExchangeThread:
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Queue an exchange for the thread; its result or its error comes later."""
+        """Queue an exchange for the transport's thread; its result or its error comes later."""
         future: Future[Any] = Future()
         self._queue.put((work, future))
         return future

@@ -29,7 +29,7 @@ TILE = FP8_ROW.tile.cols
 
 
 def row_bytes(values: int, wire: WireName) -> int:
-    """Bytes of a message of so many values in a wire format.
+    """Bytes of a wire message of so many values in a format.
 
     Example:
         >>> row_bytes(1280, "fp32"), row_bytes(1280, "bf16"), row_bytes(1280, "fp8")
@@ -41,7 +41,7 @@ def row_bytes(values: int, wire: WireName) -> int:
 
 
 def pack(x_RN: Tensor, wire: WireName, kernels: Kernels) -> Tensor:
-    """Pack FP32 rows into messages of a wire format: uint8 [R, B].
+    """Pack FP32 rows into wire messages of a format: uint8 [R, B].
 
     Args:
         x_RN: FP32, contiguous; in `fp8` BF16 and FP16 too.
@@ -60,7 +60,7 @@ def pack(x_RN: Tensor, wire: WireName, kernels: Kernels) -> Tensor:
 
 
 def unpack(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
-    """Unpack messages to values: FP32 [R, N], in memory of its own."""
+    """Unpack wire messages to values: FP32 [R, N], in memory of its own."""
     if wire == "fp32":
         return packed_RB.clone().view(torch.float32)
     if wire == "bf16":
@@ -76,7 +76,7 @@ def unpack(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
 
 
 def sum_rows(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
-    """The sum of messages in a wire format, FP32 [N], added in their order."""
+    """Sum wire messages of rows, FP32 [N], added in their order."""
     first_1B, *others = packed_RB.split(1)
     total_N = unpack(first_1B, values, wire)[0]
     for row_1B in others:
@@ -86,13 +86,13 @@ def sum_rows(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
 
 @lru_cache(maxsize=8)
 def code_values(device: torch.device) -> Tensor:
-    """The value of each code, as `formats` decodes it."""
+    """Values of a wire message's codes, as `formats` decodes them."""
     return decode(torch.arange(256, dtype=torch.uint8), E4M3).to(device)
 
 
 @lru_cache(maxsize=8)
 def powers(device: torch.device) -> Tensor:
-    """The scale of each exponent of a wire format."""
+    """Scales of the exponents in a wire message."""
     found = decode_e8m0(torch.arange(256, dtype=torch.uint8))
     assert found[E8M0_BIAS] == 1.0
     return found.to(device)

@@ -47,7 +47,8 @@ def checksum(tensor: Tensor) -> int:
 
 
 def find_differences(group: dist.ProcessGroup | None, sums: Mapping[Place, int]) -> list[ReplicaDifference]:
-    """Tensors of which the group's ranks hold the same part with different bits; the same list on all ranks.
+    """Find silent corruption by checksum: tensors of which the group's ranks hold the same part with different bits;
+    the same list on all ranks.
 
     Args:
         group: whose ranks all call this.
@@ -65,7 +66,7 @@ def find_differences(group: dist.ProcessGroup | None, sums: Mapping[Place, int])
 
 
 def _digest(sums: Mapping[Place, int], whole: bool) -> tuple[str, str]:
-    """Of the places and of their checksums; of tensors that every rank holds, or of those in shards."""
+    """Digest of places and of their checksums; of tensors that every rank holds, or of those in shards."""
     rows = sorted((name, start or (), value) for (name, start), value in sums.items() if (start is None) == whole)
     places, values = [row[:2] for row in rows], [row[2] for row in rows]
     return xxhash.xxh3_128_hexdigest(repr(places).encode()), xxhash.xxh3_128_hexdigest(repr(values).encode())

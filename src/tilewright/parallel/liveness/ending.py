@@ -16,7 +16,7 @@ PATIENCE_S = 4.0
 
 
 def prints(text: str) -> bool:
-    """True if this rank prints an error that it met; called by each rank that met one, before it ends.
+    """True if this rank prints an error at the command's end; called by each rank that met one.
 
     Args:
         text: of the error. The first rank prints its own; another one does where the first one met none, or another.
@@ -32,7 +32,7 @@ def prints(text: str) -> bool:
 
 
 def others_failed() -> list[int]:
-    """Ranks that have met an error; asked by one that lost its connection to another."""
+    """Ranks that end on an error too; asked by one that lost its connection to another."""
     ranks, store = env.ranks(), _store()
     if store is None:
         return []
@@ -41,7 +41,7 @@ def others_failed() -> list[int]:
 
 
 def _there(store: dist.Store, keys: list[str]) -> bool:
-    """True if all of them are there, within the patience. Asked again and again: `wait` warns on the screen."""
+    """True if all ranks that end are there, within the patience. Asked again and again: `wait` warns on the screen."""
     until = time.monotonic() + PATIENCE_S
     while not store.check(keys):
         if time.monotonic() > until:
@@ -51,7 +51,7 @@ def _there(store: dist.Store, keys: list[str]) -> bool:
 
 
 def _store() -> dist.Store | None:
-    """torchrun's store, this attempt's part of it; None where there is none."""
+    """torchrun's store in which ranks meet at the end, this attempt's part of it; None where there is none."""
     found = env.agent_store()
     if found is None:
         return None

@@ -57,7 +57,7 @@ class RankEnd:
     """It has not ended, and does not go on."""
 
     def error(self, world: int, *, resumes: bool = True) -> RankFailedError:
-        """The error of a failed rank, with which the other ranks end.
+        """The failure of a rank as the error with which the other ranks end.
 
         Args:
             world: number of ranks.
@@ -97,7 +97,8 @@ class Stalls:
         self._since: dict[int, tuple[tuple[int, ...], float]] = {}
 
     def look(self, found: Mapping[int, RankRecord], now: float) -> tuple[RankRecord, float] | None:
-        """The rank that has stood still for too long, and the seconds; of several the one that is furthest behind.
+        """Look for a stalled rank: the one that has stood still for too long, and the seconds; of several the one that
+        is furthest behind.
 
         Args:
             found: records by rank.
@@ -124,7 +125,7 @@ class Stalls:
 
 
 def _place(record: RankRecord) -> tuple[int, ...]:
-    """How far a rank has got; in one phase of the run, what its thread beside has done."""
+    """How far a rank has got before a failure; in one phase of the run, what its thread beside has done."""
     if record.end == ENDED:
         return _END
     return (*record.place, record.aside_moves) if record.pid else _NOT_BEGUN
@@ -149,8 +150,8 @@ class Blame:
         self._beats: dict[int, tuple[tuple[int, int], float]] = {}
 
     def look(self, now: float, gone_s: float = GONE_S) -> RankEnd | None:
-        """The rank that failed or hangs, as far as can be seen now: this one too, where the others have given it up.
-        None where all are well, or this one has ended.
+        """Look for whom to blame: the rank that failed or hangs, as far as can be seen now: this one too, where the
+        others have given it up. None where all are well, or this one has ended.
 
         Args:
             now: seconds of a clock that never goes back.
@@ -175,8 +176,9 @@ class Blame:
         return RankEnd(record, f"it made no progress for {seconds:.0f} s, and others wait for it", hangs=True)
 
     def wait(self, error: BaseException) -> RankEnd | None:
-        """The rank that failed, for a rank whose connection broke or whose collective timed out: looked for until it
-        shows, or for four seconds. Then it is one that has not timed out as the others have, or gives no sign of life.
+        """Wait to see whom to blame: the rank that failed, for a rank whose connection broke or whose collective timed
+        out: looked for until it shows, or for four seconds. Then it is one that has not timed out as the others have,
+        or gives no sign of life.
 
         Args:
             error: of this rank, which has said so in its record if it is a timeout.
@@ -199,7 +201,7 @@ class Blame:
         return RankEnd(found[silent[0]], f"it gives no sign of life, and here: {told}") if silent else None
 
     def _quiet(self, found: Mapping[int, RankRecord], now: float) -> dict[int, float]:
-        """Seconds without a beat of the other ranks, as seen by this one."""
+        """Quiet seconds before a failure: without a beat of the other ranks, as seen by this one."""
         quiet = {}
         for rank, record in found.items():
             if rank == self.rank:
@@ -215,7 +217,8 @@ class Blame:
 def ending_with_others(
     blame: Blame, end: Callable[[RankEnd], None], every_s: float = BEAT_S, forced_s: float = FORCED_S
 ) -> Iterator[None]:
-    """Inside, a thread sees to it that this process ends where it still waits for a rank that failed ten seconds ago.
+    """End with the others on a failure: inside, a thread sees to it that this process ends where it still waits for a
+    rank that failed ten seconds ago.
 
     Args:
         blame: of this rank, and of this thread alone.
@@ -240,7 +243,7 @@ def ending_with_others(
 
 
 def is_timeout(error: BaseException) -> bool:
-    """True if a collective has waited for as long as its group's timeout.
+    """True if a collective failed by its timeout: it waited for as long as that of its group.
 
     Args:
         error: of gloo or NCCL, which have no class for it.
@@ -249,7 +252,8 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def is_running(record: RankRecord) -> bool:
-    """True if a rank has neither ended nor was killed; of other machines the latter is not known."""
+    """True if a rank is running, not failed: it has neither ended nor was killed; of other machines the latter is not
+    known."""
     if record.end or record.host != platform.node():
         return not record.end
     try:
@@ -259,7 +263,8 @@ def is_running(record: RankRecord) -> bool:
 
 
 def speaks_for_others(rank: int, failed: int) -> bool:
-    """True if this rank tells the user, once for all, that they end since another one failed.
+    """True if this rank speaks of the failure for others: tells the user, once for all, that they end since another one
+    failed.
 
     Args:
         rank: of this process.

@@ -73,28 +73,28 @@ class RankRecord:
 
     @property
     def where(self) -> str:
-        """The step and phase of the rank in words, for a user."""
+        """The step and phase of the rank by its heartbeat in words, for a user."""
         doing = f"{self.phase}, waiting" if self.waiting else self.phase
         return f"step {self.step}, {doing}" if self.step else doing
 
     @property
     def place(self) -> tuple[int, int, int, bool]:
-        """How far the rank has got in the run."""
+        """How far the rank has got in the run, by its heartbeat."""
         return self.lap, self.step, self.moves, self.waiting and self.passes > 0
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """The numbers that stand still where the rank does nothing more."""
+        """Progress in a heartbeat: the numbers that stand still where the rank does nothing more."""
         return (*self.place, self.passes, self.aside_moves, self.worked)
 
     @property
     def has_failed(self) -> bool:
-        """True if the rank's record says that it ends on an error."""
+        """True if the rank's heartbeat says that it ends on an error."""
         return self.end not in ("", ENDED)
 
     @property
     def process(self) -> str:
-        """The process of the rank in words, for a user."""
+        """The process of the rank in its heartbeat, in words, for a user."""
         return f"process {self.pid} on {self.host}"
 
 
@@ -122,7 +122,7 @@ class Heartbeat:
         self._thread = Repeat(self._beat, beat_s, "heartbeat")
 
     def at(self, step: int, phase: str, *, long: bool = False) -> None:
-        """This rank begins a phase of a step (counted from 1).
+        """Heartbeat at the begin of a phase of a step (counted from 1).
 
         Args:
             step: see above.
@@ -134,20 +134,20 @@ class Heartbeat:
             self._set(step=step, phase=phase, moves=moves, passes=0, waiting=False, long=long)
 
     def begin(self, phase: str) -> None:
-        """This rank begins a phase of a start: what follows is further than all steps before."""
+        """Heartbeat at the begin of a phase of a start: what follows is further than all steps before."""
         with self._lock:
             self._set(lap=self._record.lap + 1, step=0, moves=0, phase=phase, waiting=False, long=True)
 
     def phase(self, phase: str) -> None:
-        """This rank begins a phase of the step that it is in. Where passes of a pipeline are its phases, nothing."""
+        """Heartbeat at a phase of the step that this rank is in. Where passes of a pipeline are its phases, nothing."""
         if self._in_passes:
             return
         self.at(self._record.step, phase, long=self._record.long)
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[Callable[[str], contextlib.AbstractContextManager[None]]]:
-        """Inside, ranks run the passes of a pipeline, each in an order of its own: between two of them a rank waits for
-        others. Gives what is to be called with a pass's name, and is open while the pass runs."""
+        """Heartbeats of a pipeline's passes: inside, ranks run them, each in an order of its own: between two of them a
+        rank waits for others. Gives a function that is called with a pass's name, and is open while the pass runs."""
         with self._lock:
             self._in_passes = True
             self._set(moves=self._record.moves + 1, passes=1, waiting=True)
@@ -167,28 +167,28 @@ class Heartbeat:
             self._set(waiting=True)
 
     def waits(self) -> None:
-        """This rank's part of the phase is done, and it waits for the others. Whoever does not come here holds the
-        others up."""
+        """Heartbeat of a rank that waits: its part of the phase is done. Whoever does not come here holds the others
+        up."""
         with self._lock:
             self._set(moves=self._record.moves + 1, waiting=True)
 
     def works(self) -> None:
-        """Record that this rank has waited, and continues with the phase."""
+        """Heartbeat of a rank that works: it has waited, and continues with the phase."""
         with self._lock:
             self._set(waiting=False)
 
     def aside(self, phase: str) -> None:
-        """A thread begins a phase of what it does beside the steps."""
+        """Heartbeat of a thread that begins a phase of what it does beside the steps."""
         with self._lock:
             self._set(aside=phase, aside_moves=self._record.aside_moves + 1)
 
     def give_up(self) -> None:
-        """Record that this rank has waited for others as long as it may."""
+        """Heartbeat of a rank that gives up: it has waited for others as long as it may."""
         with self._lock:
             self._set(timed_out=True)
 
     def fail(self, error: BaseException, *, follows: bool = False) -> None:
-        """Say that this rank ends on an error, for those who wait for it. What it says first stays.
+        """Heartbeat of a rank that fails: it ends on an error, for those who wait for it. What it says first stays.
 
         Args:
             error: a user's, or a bug.
@@ -200,7 +200,7 @@ class Heartbeat:
             self._map.flush()
 
     def close(self) -> None:
-        """Record that this rank ended, and stop counting."""
+        """Close a heartbeat: this rank ended; stop counting."""
         self._thread.stop()
         with self._lock:
             self._set(end=self._record.end or ENDED)
@@ -230,8 +230,8 @@ class Heartbeat:
 
 
 def records(folder: Path) -> dict[int, RankRecord]:
-    """The records in a run folder by rank; one that is being written just now is left out. None where another rank
-    removes the folder just now."""
+    """Heartbeats of ranks: the records in a run folder by rank; one that is being written just now is left out. None
+    where another rank removes the folder just now."""
     found = {}
     try:
         paths = sorted((folder / FOLDER).glob("*.json"))
@@ -245,8 +245,8 @@ def records(folder: Path) -> dict[int, RankRecord]:
 
 
 def take_lost(folder: Path) -> tuple[RankRecord, ...]:
-    """The ranks of the run before this one that exited without an error record: killed, or with their machine. All
-    records are removed."""
+    """Take lost ranks by their heartbeats: those of the run before this one that exited without an error record:
+    killed, or with their machine. All records are removed."""
     lost = tuple(record for record in records(folder).values() if not record.end)
     for path in (folder / FOLDER).glob("*.json"):
         path.unlink(missing_ok=True)
@@ -278,7 +278,7 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, now: float) -> list[str]:
-        """News of other ranks: one that is silent, holds the others up, or continues again.
+        """Watch heartbeats: news of other ranks: one that is silent, holds the others up, or continues again.
 
         Args:
             now: seconds of a clock that never goes back.
@@ -333,7 +333,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(watch: Watch, tell: Callable[[str], None], every_s: float = BEAT_S) -> Iterator[None]:
-    """Look at the ranks' signs of life in a thread, and report news.
+    """Watch the ranks' heartbeats in a thread, and report news.
 
     Args:
         watch: of this rank.

@@ -57,7 +57,7 @@ class Meeting:
         return [json.loads(self._told.get(key)) for key in keys]
 
     def after_first(self, what: str) -> None:
-        """The first rank says that it has done something; the others wait until it does.
+        """After the first rank at a meeting: it says that it has done something; the others wait until it does.
 
         Raises:
             HardwareError: it has not in time.
@@ -68,7 +68,7 @@ class Meeting:
             self._wait_for(what, [f"{what}/0"])
 
     def _wait_for(self, what: str, keys: Sequence[str]) -> None:
-        """Asked again and again: the store's own `wait` warns on the screen."""
+        """Wait for a rank at the meeting, asked again and again: the store's own `wait` warns on the screen."""
         until = time.monotonic() + self._timeout_s
         while missing := [key for key in keys if not self._told.check([key])]:
             if time.monotonic() > until:
@@ -79,7 +79,7 @@ class Meeting:
 
 
 def late_error(who: str, what: str, timeout_s: float) -> HardwareError:
-    """The error of ranks that wait for others at the start.
+    """The error of ranks that are late at the meeting, for those that wait at the start.
 
     Args:
         who: the late ones.
@@ -117,7 +117,7 @@ def meet(ranks: Ranks, timeout_s: float) -> Meeting:
 
 
 def raise_where_unequal(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Check that each fact is the same on all ranks.
+    """Check at the meeting that each fact is the same on all ranks.
 
     Args:
         facts: by rank; by what they are called in the error.

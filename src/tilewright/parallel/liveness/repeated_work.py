@@ -30,7 +30,7 @@ class Repeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the repeating thread, after the call that runs."""
+        """Stop repeated work: end the thread, after the call that runs."""
         self._stop.set()
         self._thread.join()
 
@@ -63,7 +63,7 @@ class WorkMeter:
         self._before: tuple[float, float, int] | None = None
 
     def has_worked(self) -> bool:
-        """True if the process has worked since this was called last; at the first call, True."""
+        """Meter of a process's work: true if it has worked since this was called last; at the first call, True."""
         now, (cpu_s, size) = time.monotonic(), self._used()
         before, self._before = self._before, (now, cpu_s, size)
         if before is None:
@@ -72,7 +72,7 @@ class WorkMeter:
         return cpu_s - before[1] >= LEAST_SHARE * seconds or size - before[2] >= LEAST_BYTES_PER_S * seconds
 
     def _used(self) -> tuple[float, int]:
-        """Processor seconds, and bytes from and to disks, of all that lives now."""
+        """The work of all that lives now: processor seconds, and bytes from and to disks."""
         cpu_s, size = self._own_cpu_s(), _bytes(self._process)
         for child in self._process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -16,7 +16,7 @@ which they stand behind each other. As many micro-batches on each rank; an empty
 
 
 def any_count(microbatches: int) -> bool:
-    """True if a step without a schedule can have so many micro-batches."""
+    """True if an assignment of documents, of a step without a schedule, can have so many micro-batches."""
     return microbatches > 0
 
 
@@ -32,7 +32,7 @@ class Room:
     """Whether a rank can run so many micro-batches in a step; of a pipeline `Pipeline.takes`."""
 
     def next_count(self, least: int) -> int:
-        """The fewest micro-batches per rank that are allowed, at least so many."""
+        """The fewest micro-batches per rank that an assignment may have, at least so many."""
         return next(count for count in range(max(1, least), 4 * (least + 64)) if self.takes(count))
 
 
@@ -44,8 +44,9 @@ step or more ahead of the step, once per step, in another thread."""
 
 
 def in_stream_order(lengths_N: np.ndarray, room: Room) -> Assignment:
-    """Documents in their order, as many behind each other as fit: as few micro-batches as that takes, the longest of
-    them as short as it can be with so many. Micro-batch i goes to rank i modulo their number.
+    """Assignment in stream order: documents in their order, as many behind each other as fit: as few micro-batches as
+    that takes, the longest of them as short as it can be with so many. Micro-batch i goes to rank i modulo their
+    number.
 
     Args:
         lengths_N: tokens of each document, each from 1 to `room.tokens`.
@@ -70,7 +71,8 @@ def in_stream_order(lengths_N: np.ndarray, room: Room) -> Assignment:
 
 
 def part_bounds(ends_N: np.ndarray, most: int) -> list[int]:
-    """First document of each part of at most so many tokens, filled one after the other, and the end.
+    """Bounds of an assignment: first document of each part of at most so many tokens, filled one after the other, and
+    the end.
 
     Args:
         ends_N: running sums of the documents' tokens, none of which has more than `most`.
@@ -84,7 +86,7 @@ def part_bounds(ends_N: np.ndarray, most: int) -> list[int]:
 
 
 def check_assignment(assignment: Assignment, lengths_N: np.ndarray, room: Room) -> None:
-    """Raise where documents would be lost, read twice, or not fit.
+    """Check an assignment: raise where documents would be lost, read twice, or not fit.
 
     Raises:
         AssertionError: an assignment that no balancer may give.

@@ -45,15 +45,15 @@ class Cut:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Of the entries before each."""
+        """Sums of a list before each entry, for the cut of least bottleneck."""
         found = [0.0]
         for cost in self.costs:
             found.append(found[-1] + cost)
         return found
 
     def best(self, limit: float | None = None) -> tuple[int, ...] | None:
-        """How many entries each part has: by no other cut is the slowest worker through earlier. None where parts take
-        more or fewer entries than there are, or none is within the limit.
+        """The cut of least bottleneck: how many entries each part has: by no other cut is the slowest worker through
+        earlier. None where parts take more or fewer entries than there are, or none is within the limit.
 
         Args:
             limit: of the seconds; None: any.
@@ -75,7 +75,7 @@ class Cut:
         return found
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Seconds of the slowest worker."""
+        """Seconds of the slowest worker, a cut's bottleneck."""
         found, start = 0.0, 0
         for worker, count in zip(self.workers, counts, strict=True):
             work = self._sums[start + count] - self._sums[start]
@@ -83,7 +83,8 @@ class Cut:
         return found
 
     def _within(self, limit: float) -> tuple[int, ...] | None:
-        """A cut with which no worker takes longer, or None; parts are as equal as the limit lets them be."""
+        """A cut within a bottleneck, with which no worker takes longer, or None; parts are as equal as the limit lets
+        them be."""
         reached: list[list[Interval]] = [[(0, 0)]]
         for worker in self.workers:
             room = limit * worker.speed - worker.load
@@ -99,7 +100,7 @@ class Cut:
         return tuple(reversed(counts))
 
     def _next(self, starts: Interval, worker: PartWorker, room: float) -> Iterator[Interval]:
-        """Ends of a part that begins at one of these entries."""
+        """Ends of a part of a cut that begins at one of these entries, within the bottleneck."""
         low, high = starts[0], min(starts[1], len(self.costs) - worker.least)
         begin = low
         while begin <= high:
@@ -116,11 +117,12 @@ class Cut:
         return self._sums[end] <= self._sums[start] + room
 
     def _end(self, start: int, worker: PartWorker, room: float) -> int:
-        """The last one of a part that begins here."""
+        """The last end of a part of a cut that begins here, within the bottleneck."""
         return min(bisect_right(self._sums, self._sums[start] + room) - 1, start + worker.most)
 
     def _start(self, end: int, number: int, limit: float, reached: Sequence[Interval]) -> int:
-        """Where a part begins that ends here: as near as may be to where it would take as long as those before it."""
+        """The start of a part of a cut that ends here, within the bottleneck: as near as may be to where it would take
+        as long as those before it."""
         worker, before = self.workers[number], self.workers[: number + 1]
         level = (self._sums[end] + sum(one.load for one in before)) / sum(one.speed for one in before)
         wanted = bisect_left(self._sums, self._sums[end] - level * worker.speed + worker.load - _EXACT * level)
@@ -135,7 +137,7 @@ class Cut:
 
 
 def _joined(groups: Iterator[Iterator[Interval]]) -> list[Interval]:
-    """Intervals in their order, those that meet as one."""
+    """Intervals of a cut in their order, those that meet joined as one."""
     found: list[Interval] = []
     for low, high in sorted(one for group in groups for one in group):
         if found and low <= found[-1][1] + 1:

@@ -41,16 +41,16 @@ class StagedHF(Staged, Derived):
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """The dtype of the stream between layers: see `Staged`."""
+        """The dtype of the stream between a Hugging Face model's stages: see `Staged`."""
         return self.view.stream_dtype
 
     @property
     def words(self) -> int:
-        """The size of the vocabulary: see `Staged`."""
+        """The size of the vocabulary of a Hugging Face model in stages: see `Staged`."""
         return self.net.get_output_embeddings().out_features  # type: ignore[operator]
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """Run what is before the layers: see `LayerwiseModel`, and so the others."""
+        """Run what is before the layers of a Hugging Face model in stages: see `LayerwiseModel`, and so the others."""
         return self.view.prologue(batch)
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
@@ -66,7 +66,7 @@ class StagedHF(Staged, Derived):
         return {}
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
-        """Hidden values in front of the head: see `Staged`."""
+        """Hidden values in front of the head of a Hugging Face model in stages: see `Staged`."""
 
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
             with self.view.giving(x_BSD):
@@ -75,11 +75,12 @@ class StagedHF(Staged, Derived):
         return self.pass_to_last(batch, finish, watch)
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:
-        """FP32 logits [B, V] of the token after each row; see the class."""
+        """FP32 logits [B, V] of the token after each row, of a Hugging Face model in stages; see the class."""
         return self._logits(input_ids_BS, "next_token_logits", len(input_ids_BS))
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
-        """FP32 logits [N, V] of the tokens after the wanted positions; see the class."""
+        """FP32 logits [N, V] of the tokens after the wanted positions, of a Hugging Face model in stages; see the
+        class."""
         return self._logits(input_ids_BS, "logits_at", int(wanted_BS.sum()), wanted_BS)
 
     def _logits(self, ids_BS: Tensor, method: str, rows: int, *more: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class StagedHF(Staged, Derived):
 
 
 def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:
-    """This rank's part of a Hugging Face model: the same object, with another class and fewer layers.
+    """This rank's stages of a Hugging Face model: the same object, with another class and fewer layers.
 
     Args:
         whole: converted; its parameters have values, or are placeholders (`memory.offload.lazy_params`).
@@ -142,7 +143,7 @@ def _staged(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _obstacle(model: HFModel, view: HFLayers) -> str:
-    """Why a model that can be run layer by layer has no stages; empty where it has."""
+    """Why a Hugging Face model that can be run layer by layer has no stages; empty where it has."""
     kinds = {(tuple(x.shape), x.dtype) for x in view.streams}
     batch = model.short_batch()
     if len(kinds) > 1 or "input_ids" not in batch or view.streams[0].shape[:-1] != batch["input_ids"].shape:
@@ -168,8 +169,8 @@ def _ties(first: list[nn.Module], last: list[nn.Module]) -> list[Tie]:
 
 
 def _let_go(module: nn.Module, tied: set[str]) -> None:
-    """Zeros without memory in the place of what another rank has: the model's own forward may read them, and drops what
-    comes of it."""
+    """In a Hugging Face model's stages, zeros without memory in the place of what another rank has: the model's own
+    forward may read them, and drops what comes of it."""
     for name in [name for name, param in module._parameters.items() if param is not None and name not in tied]:
         param = module._parameters.pop(name)
         assert param is not None

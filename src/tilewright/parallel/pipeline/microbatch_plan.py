@@ -45,8 +45,9 @@ class StepPlan:
         return StepPlan(len(microbatches), digest.intdigest() >> 1)  # of 63 bits, for a tensor of int64
 
     def check(self, world: World) -> None:
-        """Raise where ranks do not plan the same step: another number of micro-batches anywhere, or other batches on
-        ranks that read the same. All ranks call it, once per step; in a loop of your own, before the first pass.
+        """Check a plan of micro-batches: raise where ranks do not plan the same step: another number of them anywhere,
+        or other batches on ranks that read the same. All ranks call it, once per step; in a loop of your own, before
+        the first pass.
 
         Args:
             world: of the run.

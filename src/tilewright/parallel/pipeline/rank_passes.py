@@ -34,7 +34,7 @@ class MicroBatchResult:
 
 
 def unwatched(action: str, stage: int, number: int) -> AbstractContextManager[None]:
-    """A watch that does nothing."""
+    """A watch over passes that does nothing."""
     return nullcontext()
 
 
@@ -89,13 +89,13 @@ class PipelineSteps:
         self._schedules = Schedules(pipeline.schedule, stages)
 
     def schedule_of(self, count: int) -> Any:
-        """The schedule of torch's that steps of so many micro-batches run."""
+        """The schedule of torch's in which ranks pass so many micro-batches in a step."""
         return self._schedules.of(count)
 
     def run(self, microbatches: Sequence[Mapping[str, Tensor]], factor: float) -> list[MicroBatchResult]:
-        """Forward and backward over all of them: gradients of `factor` times the sum of their losses are added to the
-        parameters of this rank's stages, which have none, over all micro-batches, and reduced where FSDP2 shards. Of
-        ends that are tied over two ranks both have the sum of their gradients, in the same bits.
+        """Run the passes of ranks, forward and backward over all of them: gradients of `factor` times the sum of their
+        losses are added to the parameters of this rank's stages, which have none, over all micro-batches, and reduced
+        where FSDP2 shards. Of ends that are tied over two ranks both have the sum of their gradients, in the same bits.
 
         Args:
             microbatches: on the device. All ranks in a row have the same.
@@ -126,7 +126,7 @@ class PipelineSteps:
 
 @torch.no_grad()
 def add_other_end(model: Staged) -> None:
-    """After the passes of a step: where this rank holds one of two tied ends, its gradient becomes the sum of both. The
+    """After the ranks' passes: where this rank holds one of two tied ends, its gradient becomes the sum of both. The
     two ranks send each other theirs, and add them in either order, which gives the same bits.
 
     Args:

@@ -53,12 +53,13 @@ class Pipeline:
 
     @property
     def is_v(self) -> bool:
-        """A rank has two stages, as far from the first one as from the last: the first rank has both ends."""
+        """True for a split in a V: a rank has two stages, as far from the first one as from the last: the first rank
+        has both ends."""
         return self.schedule in V_SCHEDULES
 
     @property
     def defers(self) -> bool:
-        """Weight gradients are computed later than those of inputs."""
+        """True if the split's schedule defers weight gradients: they are computed later than those of inputs."""
         return self.schedule in DEFERRING
 
     @property
@@ -91,8 +92,9 @@ class Pipeline:
         return self.pp - 1 - place if self.reverse else place
 
     def split(self, num_layers: int, costs: Sequence[int] = (), ends: tuple[int, int] = (0, 0)) -> list[range]:
-        """The layers of each stage: as said. Else such that the rank with most work has as little of it as it can have
-        (`balance.resplit`); where that is as well done by as many in each stage, and one more in the first ones, so.
+        """The split of layers over stages: as said. Else such that the rank with most work has as little of it as it
+        can have (`balance.resplit`); where that is as well done by as many in each stage, and one more in the first
+        ones, so.
 
         Args:
             num_layers: of the model.
@@ -124,7 +126,7 @@ class Pipeline:
         return [range(*pair) for pair in itertools.pairwise(bounds)]
 
     def _dealt_out(self, num_layers: int, costs: Sequence[int], ends: tuple[int, int]) -> tuple[int, ...]:
-        """Layers per stage where nothing is said of them."""
+        """The split dealt out: layers per stage where nothing is said of them."""
         least, more = divmod(num_layers, self.num_stages)
         even = tuple(least + (stage < more) for stage in range(self.num_stages))
         if not any(costs):
@@ -153,7 +155,7 @@ class Pipeline:
         return ways if self.virtual == 1 else f"{ways} --parallel.schedule 1f1b"
 
     def takes(self, microbatches: int) -> bool:
-        """True if the schedule can run so many micro-batches in a step.
+        """True if the schedule of a split can run so many micro-batches in a step.
 
         Example:
             >>> [count for count in range(1, 9) if Pipeline(pp=3, schedule="interleaved", virtual=2).takes(count)]
@@ -166,7 +168,7 @@ class Pipeline:
         return microbatches > 0
 
     def check_count(self, microbatches: int, rows: int = 0, ranks: int = 1) -> None:
-        """Raise where the schedule cannot run so many micro-batches in a step.
+        """Raise where the schedule of a split cannot run so many micro-batches in a step.
 
         Args:
             microbatches: of a step, on each rank that reads different rows.

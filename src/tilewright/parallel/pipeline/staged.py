@@ -29,7 +29,7 @@ StageWatch = Callable[[int], AbstractContextManager[None]]
 
 
 def unwatched(stage: int) -> AbstractContextManager[None]:
-    """A watch that does nothing."""
+    """A watch over a staged model that does nothing."""
     return nullcontext()
 
 
@@ -81,7 +81,7 @@ class ModelStage(nn.Module):
         self._held, self._numbers = (held,), tuple(layers)  # in a tuple: no child of this module
 
     def forward(self, *received: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """The stream [B, s, D] behind the last of its layers, or what `finish` makes of it whole.
+        """A stage's forward: the stream [B, s, D] behind the last of its layers, or what `finish` makes of it whole.
 
         Args:
             received: the stream [B, s, D]; nothing for the first stage.
@@ -144,41 +144,41 @@ class Staged:
 
     @property
     def has_first(self) -> bool:
-        """True if this rank has the first pipeline stage."""
+        """True if this rank of a staged model has the first stage."""
         return self.row.rank == self.pipeline.rank_of(0)
 
     @property
     def has_last(self) -> bool:
-        """True if this rank has the last pipeline stage."""
+        """True if this rank of a staged model has the last stage."""
         return self.row.rank == self.pipeline.rank_of(self.pipeline.num_stages - 1)
 
     @property
     def other_end(self) -> int | None:
-        """The rank in the row that holds this rank's tied parameters too; None where there are none, or where one rank
-        has both ends."""
+        """In a staged model, the rank in the row that holds this rank's tied parameters too; None where there are none,
+        or where one rank has both ends."""
         if not self.ties or self.has_first == self.has_last:
             return None
         return self.pipeline.rank_of(self.pipeline.num_stages - 1 if self.has_first else 0)
 
     @property
     def shared(self) -> list[nn.Parameter]:
-        """Parameters that `other_end` holds too."""
+        """Parameters of a staged model that `other_end` holds too."""
         return [] if self.other_end is None else [getattr(tie.last, tie.last_name) for tie in self.ties]
 
     @property
     def counted_elsewhere(self) -> frozenset[nn.Parameter]:
-        """Parameters that another rank holds too, and counts in what is summed over a row."""
+        """Parameters of a staged model that another rank holds too, and counts in what is summed over a row."""
         return frozenset([] if self.has_first else self.shared)
 
     def stream_shape(self, ids: Tensor) -> torch.Size:
-        """[B, s, D] of what travels between stages for a batch of these token ids [B, S]; of pairs of answers
-        [B / 2, 2, S]."""
+        """[B, s, D] of the stream of a staged model, between stages, for a batch of these token ids [B, S]; of pairs of
+        answers [B / 2, 2, S]."""
         rows, length = ids.shape[:-1].numel(), ids.shape[-1]
         return torch.Size((rows, length if self.slices is None else self.slices.positions(length), self.width))
 
     def tie_weights(self) -> None:
-        """Let ends that are tied be one parameter on this rank, also once FSDP2 has cut one of them, or each for
-        itself."""
+        """Let ends of a staged model that are tied be one parameter on this rank, also once FSDP2 has cut one of them,
+        or each for itself."""
         for tie in self.ties:
             if self.has_first:
                 tie.last._parameters[tie.last_name] = tie.first._parameters[tie.first_name]
@@ -186,7 +186,7 @@ class Staged:
                 tie.first._parameters[tie.first_name] = tie.last._parameters[tie.last_name]
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """Loss of a batch, without gradients; see the class."""
+        """Loss of a batch by a staged model, without gradients; see the class."""
         names = TOLD if is_pairs(batch) else ()
 
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:
@@ -197,16 +197,17 @@ class Staged:
         return LossOutput(loss_sum, count.long(), dict(zip(names, told, strict=True)))
 
     def new_cache(self, rows: int, length: int) -> None:
-        """No cache: rows pass all ranks whole for each token."""
+        """A staged model's cache: none, rows pass all ranks whole for each token."""
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
-        """The head's input [B, S, D], without gradients, on the rank with the last stage; None on the others. All
-        ranks in a row call it."""
+        """A staged model's input of the head [B, S, D], without gradients, on the rank with the last stage; None on the
+        others. All ranks in a row call it."""
         raise NotImplementedError
 
     @torch.no_grad()
     def pass_row(self, batch: Mapping[str, Tensor], finish: Finish, shape: tuple[int, ...]) -> Tensor:
-        """The output of the last stage for a batch, in FP32 and of this shape, on all ranks in a row."""
+        """Pass a row of ranks of a staged model: the output of the last stage for a batch, in FP32 and of this shape,
+        on all ranks in a row."""
         made = self.pass_to_last(batch, finish)
         found = torch.empty(shape, dtype=torch.float32, device=batch["input_ids"].device)
         if made is not None:
@@ -216,7 +217,7 @@ class Staged:
 
     @torch.no_grad()
     def pass_to_last(self, batch: Mapping[str, Tensor], finish: Finish, watch: StageWatch = unwatched) -> Tensor | None:
-        """The output of the last stage for a batch, on its rank; None on the others."""
+        """Pass a batch to the last rank of a staged model: its output there; None on the others."""
         ids_BS, rank_of, made = batch["input_ids"], self.pipeline.rank_of, None
         micro_batch = MicroBatch(batch, finish)
         stream_BsD = torch.empty(self.stream_shape(ids_BS), dtype=self.stream_dtype, device=ids_BS.device)
@@ -234,8 +235,9 @@ class Staged:
         return made
 
     def backward_row(self, batch: Mapping[str, Tensor], targets: int) -> None:
-        """Forward and backward of one batch, stage after stage: gradients of the sum of its losses over `targets` are
-        added to this rank's parameters. All ranks in a row call it, and no schedule has a part in it."""
+        """Backward of a staged model: forward and backward of one batch, stage after stage: gradients of the sum of its
+        losses over `targets` are added to this rank's parameters. All ranks in a row call it, and no schedule has a
+        part in it."""
         row, rank_of, ids_BS = self.row, self.pipeline.rank_of, batch["input_ids"]
 
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:

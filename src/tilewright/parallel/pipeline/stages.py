@@ -27,7 +27,7 @@ class Elsewhere(nn.Module):
     """Stands in the place of a part that another rank holds."""
 
     def forward(self, *args: Any) -> Tensor:
-        """Never called."""
+        """A layer of the stages of another rank: never called."""
         raise AssertionError("this part of the model is on another rank")
 
 
@@ -58,41 +58,41 @@ class StagedDecoder(Staged, Decoder):
 
     @property
     def output_layers(self) -> tuple[nn.Linear, ...]:
-        """The head, on the rank that has it; see `models.base.output_layers`."""
+        """The head among the stages, on the rank that has it; see `models.base.output_layers`."""
         return (self.lm_head,) if isinstance(self.lm_head, nn.Linear) else ()
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """The dtype of the stream between layers: see `Staged`."""
+        """The dtype of the stream between a decoder's stages: see `Staged`."""
         return self.residual_dtype or torch.float32
 
     @property
     def words(self) -> int:
-        """The size of the vocabulary: see `Staged`."""
+        """The size of the vocabulary of a decoder in stages: see `Staged`."""
         return self.config.vocab_size
 
     @property
     def counting_layers(self) -> int | None:
-        """This rank's layers that count something in a pass: see `Staged`."""
+        """This rank's layers of a decoder in stages that count something in a pass: see `Staged`."""
         return sum(block.is_moe for block in self.blocks) if self.config.num_experts else None
 
     @property
     def ties(self) -> list[Tie]:
-        """Ends that are one parameter, on ranks that have one of them: see `Staged`."""
+        """Ties of a decoder's stages: ends that are one parameter, on ranks that have one of them: see `Staged`."""
         if not self.config.tie_embeddings or not (self.has_first or self.has_last):
             return []
         return [Tie(self.model.embed_tokens, "weight", self.lm_head, "weight")]
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
-        """Hidden values in front of the head: see `Staged`."""
+        """Hidden values in front of the head of a decoder in stages: see `Staged`."""
         return self.pass_to_last(batch, lambda x_BSD, context: self.model.norm(x_BSD), watch)
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:
-        """FP32 logits [B, V] of the token after each row; see the class."""
+        """FP32 logits [B, V] of the token after each row, of a decoder in stages; see the class."""
         return self._logits(input_ids_BS, lambda x_BSD: x_BSD[:, -1], len(input_ids_BS))
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
-        """FP32 logits [N, V] of the tokens after the wanted positions; see the class."""
+        """FP32 logits [N, V] of the tokens after the wanted positions, of a decoder in stages; see the class."""
         return self._logits(input_ids_BS, lambda x_BSD: x_BSD[wanted_BS], int(wanted_BS.sum()))
 
     def _logits(self, ids_BS: Tensor, pick: Callable[[Tensor], Tensor], rows: int) -> Tensor:
@@ -103,7 +103,7 @@ class StagedDecoder(Staged, Decoder):
 
 
 def hold_stages(whole: Model, pipeline: Pipeline, row: Group) -> StagedDecoder | StagedHF:
-    """This rank's part of a model, whose other layers are let go of. `whole` is not to be used again.
+    """Hold this rank's stages of a model, whose other layers are freed. `whole` is not to be used again.
 
     Args:
         whole: converted, on meta, or with memory in tests; a Hugging Face model with placeholders of its parameters,

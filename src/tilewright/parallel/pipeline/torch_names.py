@@ -112,7 +112,8 @@ class RaggedStage(PipelineStage):
         self._dtype = torch.float32
 
     def begin(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
-        """Before a step: the shape [B, S, D] of what passes between stages for each micro-batch."""
+        """Begin a step of torch's pipelining: the shape [B, S, D] of what passes between stages for each
+        micro-batch."""
         self._shapes, self._dtype = shapes, dtype
         self.chunks = len(shapes)
         self.has_backward = True
@@ -178,7 +179,8 @@ class Schedules:
         self._made: dict[int, Any] = {}
 
     def run(self, shapes: Sequence[torch.Size], dtype: torch.dtype, kwargs: Sequence[dict[str, Any]]) -> None:
-        """Forward and backward passes of a step. All ranks in a row call it, with as many micro-batches.
+        """Run a schedule of torch's pipelining: forward and backward passes of a step. All ranks in a row call it, with
+        as many micro-batches.
 
         Args:
             shapes: of the residual stream, per micro-batch.
@@ -205,7 +207,7 @@ class Schedules:
         self._made[count] = schedule
 
     def of(self, count: int) -> Any:
-        """The schedule of torch's that steps of so many micro-batches run."""
+        """The schedule of torch's pipelining that steps of so many micro-batches run."""
         if count not in self._made:
             self._made[count] = self._new(count)
         return self._made[count]
@@ -219,5 +221,5 @@ class Schedules:
 
 
 def _as_it_is(output: Tensor, target: None) -> Tensor:
-    """The last stage gives the loss itself."""
+    """The loss as torch's pipelining takes it: the last stage gives the loss itself."""
     return output

@@ -17,7 +17,7 @@ from tilewright.parallel.inside.experts.rank_experts import mixtures
 
 
 def held_before(model: nn.Module) -> frozenset[Tensor]:
-    """Parameters of this rank's experts that a rank before it holds too.
+    """Parameters of copies of this rank's experts that a rank before it holds too.
 
     Args:
         model: what `hold_experts` has made of it, or any other.
@@ -31,8 +31,8 @@ def held_before(model: nn.Module) -> frozenset[Tensor]:
 
 @torch.no_grad()
 def sum_of_copies(model: nn.Module) -> None:
-    """Add up the gradients of copies. Once per step, when each is summed over the rows that its copy has seen; all
-    ranks that hold experts of a layer call it together.
+    """Add up the gradients of experts' copies. Once per step, when each is summed over the rows that its copy has seen;
+    all ranks that hold experts of a layer call it together.
 
     Args:
         model: see `held_before`.
@@ -42,7 +42,8 @@ def sum_of_copies(model: nn.Module) -> None:
 
 
 def _with_copies(model: nn.Module) -> list[tuple[dict[int, nn.Module], ExpertExchange]]:
-    """Of each layer in which ranks hold more experts than there are: those of this rank, and their exchange."""
+    """Experts with copies: of each layer in which ranks hold more experts than there are, those of this rank, and their
+    exchange."""
     exchanges = ((layer, layer.exchange) for layer in mixtures(model))
     return [
         (dict(zip(exchange.held, layer.experts, strict=True)), exchange)

@@ -89,7 +89,7 @@ class ExpertExchange:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The numbers of this rank's experts.
+        """The numbers of this rank's experts, in the exchange of tokens.
 
         Example:
             >>> ExpertExchange(Group(1, 4), 8).held, ExpertExchange(Group(1, 2), 4, order=(0, 2, 3, 0, 1, 3)).held
@@ -99,11 +99,11 @@ class ExpertExchange:
 
     @cached_property
     def held_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the experts of each rank."""
+        """The numbers of the experts of each rank, in the exchange of tokens."""
         return by_rank(self.order, self.group.size)
 
     def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts, keys_P: Tensor | None = None) -> Tensor:
-        """The output of the experts for the rows, row by row.
+        """Exchange rows of tokens with the ranks of their experts: the output, row by row.
 
         Args:
             rows_PD: [P, D] rows sorted by expert.
@@ -121,8 +121,8 @@ class ExpertExchange:
     def there(
         self, rows_PD: Tensor, counts_E: Tensor, keys_P: Tensor | None = None
     ) -> tuple[Tensor, list[int], "SentRows"]:
-        """The first half: rows that have come for this rank's experts, sorted by expert, how many each has, and what
-        takes their results back.
+        """First half of the experts' exchange: rows that have come for this rank's experts, sorted by expert, how many
+        each has, and what takes their results back.
 
         Args:
             rows_PD: [P, D] rows sorted by expert.
@@ -150,9 +150,9 @@ class ExpertExchange:
         return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse, placed, keys_P)
 
     def _by_holder(self, counts_E: Tensor, num_rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """How many rows go to each expert that a rank holds [S], and the order of rows by these, and back. The rows of
-        an expert are cut into as many equal runs as it has copies; which rank's copy gets the first one differs from
-        rank to rank, so that no copy gets what is left over of all."""
+        """Rows of an experts' exchange by holder: how many go to each expert that a rank holds [S], and the order of
+        rows by these, and back. The rows of an expert are cut into as many equal runs as it has copies; which rank's
+        copy gets the first one differs from rank to rank, so that no copy gets what is left over of all."""
         holds, number, copies = torch.tensor(self._copies, device=counts_E.device).unbind(1)
         begins_S = counts_E[holds] * number // copies
         counts_S = counts_E[holds] * (number + 1) // copies - begins_S
@@ -164,7 +164,8 @@ class ExpertExchange:
 
     @cached_property
     def _copies(self) -> list[tuple[int, int, int]]:
-        """Of each expert that a rank holds: its number, which of its copies it is, and how many there are."""
+        """Copies of experts in the exchange: of each expert that a rank holds its number, which of its copies it is,
+        and how many there are."""
         copies, seen = Counter(self.order), Counter[int]()
         found = []
         for expert in self.order:
@@ -173,7 +174,7 @@ class ExpertExchange:
         return found
 
     def back(self, outs_PD: Tensor, way: "SentRows") -> Tensor:
-        """The second half: results [P, D] in the order of the rows that were sent.
+        """Second half of the experts' exchange: results [P, D] in the order of the rows that were sent.
 
         Args:
             outs_PD: in the order of the rows that had come.
@@ -185,7 +186,7 @@ class ExpertExchange:
         return outs_PD if way.placed is None else permuted(outs_PD, *way.placed[::-1])
 
     def travel(self, rows_PD: Tensor, sends: list[int], gets: list[int], dispatch: DispatchName) -> Tensor:
-        """Rows from all ranks, in their order. No autograd.
+        """Rows of an experts' exchange from all ranks, in their order. No autograd.
 
         Args:
             rows_PD: for all ranks, in their order.

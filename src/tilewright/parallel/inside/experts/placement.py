@@ -19,7 +19,7 @@ Orders = tuple[tuple[int, ...], ...]
 
 
 def by_rank(order: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The experts of each rank by this order.
+    """The experts placed on each rank by this order.
 
     Example:
         >>> by_rank((0, 2, 1, 3), 2), by_rank((), 2)
@@ -30,7 +30,8 @@ def by_rank(order: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def usual(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
-    """The order before any rows are counted: that of the numbers, and copies of the first ones of the next rank.
+    """The usual placement of experts before any rows are counted: that of the numbers, and copies of the first ones of
+    the next rank.
 
     Args:
         num_experts: of a layer.
@@ -47,9 +48,9 @@ def usual(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
 
 
 def balanced(load: Sequence[float], ranks: int, redundant: int = 0) -> tuple[int, ...]:
-    """An order in which ranks have about the same number of rows: the copies of an expert go to ranks with most room,
-    so that there are enough ranks for all copies, of these to those with the fewest rows; then the other experts, the
-    fullest first, each to the rank with the fewest rows that has room.
+    """A balanced placement of experts: an order in which ranks have about the same number of rows: the copies of an
+    expert go to ranks with most room, so that there are enough ranks for all copies, of these to those with the fewest
+    rows; then the other experts, the fullest first, each to the rank with the fewest rows that has room.
 
     Args:
         load: rows of each expert.
@@ -74,7 +75,8 @@ def balanced(load: Sequence[float], ranks: int, redundant: int = 0) -> tuple[int
 
 
 def _copies(load: Sequence[float], ranks: int, more: int) -> list[int]:
-    """How many ranks hold each expert: one more, again and again, of the one whose copies get most rows."""
+    """Copies in a placement of experts: how many ranks hold each; one more, again and again, of the one whose copies
+    get most rows."""
     copies = [1] * len(load)
     for _ in range(more):
         free = (expert for expert, number in enumerate(copies) if number < ranks)
@@ -83,7 +85,7 @@ def _copies(load: Sequence[float], ranks: int, more: int) -> list[int]:
 
 
 def fullest(load: Sequence[float], order: Sequence[int], ranks: int) -> float:
-    """Rows of experts on the rank that has most, in those of the mean.
+    """Rows of the fullest rank under a placement of experts, in those of the mean.
 
     Example:
         >>> fullest([9.0, 8.0, 1.0, 2.0], (0, 1, 2, 3), 2), fullest([9.0, 8.0, 1.0, 2.0], (0, 2, 1, 3), 2)
@@ -95,7 +97,8 @@ def fullest(load: Sequence[float], order: Sequence[int], ranks: int) -> float:
 
 
 def orders_of(flat: Sequence[int], num_held: int) -> Orders:
-    """The order of each layer, from those of all layers one after another, each of `num_held` experts."""
+    """The placement of each layer's experts as an order, from those of all layers one after another, each of `num_held`
+    experts."""
     return tuple(tuple(flat[start : start + num_held]) for start in range(0, len(flat), num_held))
 
 
@@ -110,15 +113,16 @@ class ExpertMove:
 
     @property
     def gain(self) -> float:
-        """Share of the fullest ranks' rows that it saves."""
+        """Gain of another placement of experts: share of the fullest ranks' rows that it saves."""
         return 1 - self.after / self.before
 
 
 def worth(
     loads: Sequence[Sequence[float]], now: Orders, ranks: int, *, steps_left: int, step_s: float, move_s: float
 ) -> ExpertMove | None:
-    """Balanced orders with as many copies, where they save enough rows, and the steps that are left, if all of a step
-    waited for these rows, more than twice what the move takes; None otherwise.
+    """A placement of experts that is worth it: balanced orders with as many copies, where they save enough rows, and
+    the steps that are left, if all of a step waited for these rows, more than twice what the move takes; None
+    otherwise.
 
     Args:
         loads: rows of each expert, by layer.

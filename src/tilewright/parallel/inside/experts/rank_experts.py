@@ -48,7 +48,8 @@ def hold_experts(
     *,
     redundant: int = 0,
 ) -> None:
-    """Let go of the experts that other ranks hold, in place, and let each layer send rows to where their experts are.
+    """Hold some experts on a rank: free those that other ranks hold, in place, and let each layer send rows to where
+    their experts are.
 
     Args:
         model: converted, on meta, or with memory in tests.
@@ -82,7 +83,7 @@ def hold_experts(
 
 
 def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> None:
-    """The same of a Hugging Face model, whose experts are stacked. A stage may have no layer with some."""
+    """Hold some stacked experts of a Hugging Face model on a rank. A stage may have no layer with some."""
     blocks = model.view.blocks if isinstance(model, StagedHF) else (model,)
     found = {module: name for block in blocks for name, module in stacked_experts(block)}
     mesh, ep, shards = world.expert_fsdp_mesh, world.sizes.ep, world.sizes.dp_shard * world.sizes.tp
@@ -122,29 +123,29 @@ def _hold_stacked(model: nn.Module, world: World, dispatch: DispatchName) -> Non
 
 
 def mixtures(model: nn.Module) -> Iterator[MoE]:
-    """The layers of experts."""
+    """The layers of experts of which a rank holds some."""
     return (module for module in model.modules() if isinstance(module, MoE))
 
 
 def places_of_mixtures(model: Decoder) -> list[int]:
-    """The places of this process's layers of experts, among those of the whole model."""
+    """The places of this rank's layers of experts, among those of the whole model."""
     dense = model.config.num_dense_layers
     return [int(number) - dense for number, block in model.model.layers.named_children() if block.is_moe]
 
 
 def has_experts(model: nn.Module) -> bool:
-    """True if a model has experts that can be spread, its own or stacked ones."""
+    """True if a model has experts that ranks can hold apart, its own or stacked ones."""
     return any(mixtures(model)) or any(stacked_experts(model))
 
 
 def expert_meshes(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
-    """Parameters that are sharded over another mesh than the rest, with that mesh."""
+    """Parameters of a rank's experts that are sharded over another mesh than the rest, with that mesh."""
     meshes = {module: getattr(module, "sharded_over", None) for module in model.modules()}
     return {param: mesh for module, mesh in meshes.items() if mesh is not None for param in module.parameters()}
 
 
 def check_order(order: Sequence[int], num_experts: int, layers: int, ep: int, redundant: int = 0) -> Orders:
-    """The order of each layer's experts, the usual one where none is given.
+    """Check the order of experts on ranks: of each layer's, the usual one where none is given.
 
     Raises:
         ConfigError: it does not name each expert of each layer, or not as many as processes hold, or one of a process

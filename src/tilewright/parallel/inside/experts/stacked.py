@@ -36,8 +36,8 @@ TAKES = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of experts that can be spread, with their names: they say how many there are (`num_experts`), all their
-    parameters are stacks of so many, and they are called with tokens, choices and weights."""
+    """Modules of stacked experts that can be spread, with their names: they say how many there are (`num_experts`), all
+    their parameters are stacks of so many, and they are called with tokens, choices and weights."""
     for name, module in model.named_modules():
         params = list(module.parameters())
         number = getattr(module, "num_experts", None)
@@ -49,7 +49,7 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def spread_stack(module: nn.Module, exchange: ExpertExchange, ep: DeviceMesh, shards: DeviceMesh) -> None:
-    """Keep this rank's experts of a module, in place.
+    """Keep this rank's experts of a module with stacks, in place.
 
     Args:
         module: from `stacked_experts`; its parameters are new objects.
@@ -109,7 +109,8 @@ class _Sent:
     def of(
         exchange: ExpertExchange, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor
     ) -> "tuple[_Sent, Tensor, Tensor]":
-        """Send them; (what brings them back, rows that have come [P, D], the expert here of each [P])."""
+        """Send tokens to stacked experts; (what brings them back, rows that have come [P, D], the expert here of each
+        [P])."""
         flat = experts_NK.flatten()
         order = flat.argsort(stable=True)
         counts_E = torch.bincount(flat, minlength=exchange.num_experts)
@@ -124,7 +125,7 @@ class _Sent:
         return _Sent(way, order, inverse, weights_NK, x_ND.dtype, arrived), rows_PD, expert_P
 
     def back(self, exchange: ExpertExchange, out_PD: Tensor) -> Tensor:
-        """The experts' results of the sent tokens, weighted and summed: [N, D]."""
+        """Results of stacked experts for the sent tokens, weighted and summed: [N, D]."""
         out_PD = exchange.back(out_PD[: self.arrived], self.way)
         out_NKD = permuted(out_PD, self.inverse, self.order).unflatten(0, self.weights_NK.shape)
         return (out_NKD * self.weights_NK.unsqueeze(-1)).sum(1).to(self.dtype)

@@ -46,7 +46,7 @@ class TensorRanks:
     traffic: TrafficCounter = field(default_factory=TrafficCounter, compare=False)
 
     def __deepcopy__(self, _: object) -> Self:
-        """Itself: the ranks of a model's copy are the same."""
+        """The tensor-parallel ranks of a model's copy, which are the same."""
         return self
 
     @staticmethod
@@ -56,12 +56,12 @@ class TensorRanks:
 
     @property
     def rank(self) -> int:
-        """This rank's number among those that hold parts of the same matrices."""
+        """This rank's number among those of a tensor-parallel exchange, that hold parts of the same matrices."""
         return self.group.rank
 
     @property
     def size(self) -> int:
-        """The number of ranks that hold parts of the same matrices."""
+        """The number of ranks of a tensor-parallel exchange, that hold parts of the same matrices."""
         return self.group.size
 
     @overload
@@ -71,8 +71,8 @@ class TensorRanks:
     def spread(self, x: WithCopies) -> WithCopies: ...
 
     def spread(self, x: Tensor | WithCopies) -> Tensor | WithCopies:
-        """x [...], the same on all ranks, for layers of which each rank has a part. Its 8-bit copies stay as they
-        are."""
+        """Tensor-parallel collective: x [...], the same on all ranks, for layers of which each rank has a part. Its
+        8-bit copies stay as they are."""
         if isinstance(x, WithCopies):
             return x._replace(value=moved(x.value, _same, self._sum))
         return moved(x, _same, self._sum)
@@ -82,22 +82,24 @@ class TensorRanks:
         return moved(x, self._sum, _same)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """x [..., M] of each rank, in the order of ranks: [..., M * ranks]."""
+        """Tensor-parallel all-gather: x [..., M] of each rank, in the order of ranks: [..., M * ranks]."""
         columns = x.shape[-1]
         return moved(x, self._columns, lambda grad: grad.narrow(-1, self.rank * columns, columns))
 
     def own_columns(self, x: Tensor) -> Tensor:
-        """This rank's columns of x [..., M * ranks], which is the same on all ranks, as its gradient will be."""
+        """This tensor-parallel rank's columns of x [..., M * ranks], which is the same on all ranks, as its gradient
+        will be."""
         columns = x.shape[-1] // self.size
         return moved(x, lambda x: x.narrow(-1, self.rank * columns, columns), self._columns)
 
     def own_rows(self, x_ND: Tensor) -> Tensor:
-        """This rank's rows [n, ...] of x [N, ...], which is the same on all ranks, as its gradient will be."""
+        """This tensor-parallel rank's rows [n, ...] of x [N, ...], which is the same on all ranks, as its gradient will
+        be."""
         num_rows = len(x_ND)
         return moved(x_ND, self._own, functools.partial(self._all, num_rows=num_rows))
 
     def all_rows(self, x_nD: Tensor, num_rows: int) -> Tensor:
-        """The rows x [n, ...] of each rank, in the order of ranks: [N, ...].
+        """The rows x [n, ...] of each tensor-parallel rank, in the order of ranks: [N, ...], by a collective.
 
         Args:
             x_nD: this rank's of N rows, as `own_rows` has them.
@@ -114,14 +116,14 @@ class TensorRanks:
         return self._sum(x)
 
     def stacked(self, x: Tensor) -> Tensor:
-        """x [...] of each rank: [R, ...], without a gradient."""
+        """x [...] of each tensor-parallel rank stacked by a collective: [R, ...], without a gradient."""
         out = x.new_empty(self.size, *x.shape)
         with self._counted("all_gather", out, out.nbytes):
             all_gather_rows(out.view(-1), x.contiguous().view(-1), group=self.group.handle)
         return out
 
     def scattered(self, x_R: Tensor) -> Tensor:
-        """This rank's part [...] of the sum of x [R, ...] over the ranks, without a gradient."""
+        """This tensor-parallel rank's part [...] of the sum of x [R, ...] by a collective, without a gradient."""
         out, x_R = x_R.new_empty(x_R.shape[1:]), x_R.contiguous()
         with self._counted("reduce_scatter", out, x_R.nbytes):
             reduce_scatter_rows(out.view(-1), x_R.view(-1), op=dist.ReduceOp.SUM, group=self.group.handle)
@@ -163,7 +165,8 @@ class TensorRanks:
 
     @contextmanager
     def _counted(self, operation: Operation, x: Tensor, num_bytes: int) -> Iterator[None]:
-        """An exchange of so many bytes of a whole tensor, of which each rank sends what others lack."""
+        """A tensor-parallel collective, counted: an exchange of so many bytes of a whole tensor, of which each rank
+        sends what others lack."""
         kind = ("tp", operation, wire_name(x.dtype))
         self.traffic.sent(*kind, whole_bytes(operation, num_bytes, self.size))
         began = time.perf_counter()
@@ -178,7 +181,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def moved(x: Tensor, there: Move, back: Move) -> Tensor:
-    """A linear map of x, and its adjoint for the gradient."""
+    """A tensor-parallel collective with its gradient: a linear map of x, and its adjoint."""
     return _Moved.apply(x, there, back)
 
 

@@ -42,7 +42,8 @@ TILE = ROW_TILE.cols
 
 
 def check_tensors(model: Any, sizes: MeshSizes) -> None:
-    """Checks before a model is in stages, on all ranks alike: each stage sees its own layers alone.
+    """Check a decoder before it is cut over `tp` and in stages, on all ranks alike: each stage sees its own layers
+    alone.
 
     Raises:
         ConfigError: see `cut_tensors`.
@@ -51,7 +52,7 @@ def check_tensors(model: Any, sizes: MeshSizes) -> None:
 
 
 def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) -> None:
-    """Cut the matrices of a model over the ranks of `tp`, in place, and let its layers run on their parts.
+    """Cut the matrices of a decoder over the ranks of `tp`, in place, and let its layers run on their parts.
 
     Args:
         model: converted, on meta, or with memory in tests: its parameters are new objects. Of a pipeline this rank's
@@ -107,7 +108,8 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
 def _each_some_tokens(
     ranks: TensorRanks, run: RunTokens, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor
 ) -> Tensor:
-    """Routed experts are not cut: each rank sends some of the tokens through them, and all get what comes out."""
+    """Routed experts of a cut decoder are not cut: each rank sends some of the tokens through them, and all get what
+    comes out."""
     rows = ranks.rows_of(len(x_ND))
     token_n = torch.arange(rows.start, rows.stop, device=x_ND.device)
     out_nD = run(ranks.own_rows(x_ND), ranks.own_rows(weights_NK), experts_NK[rows.start : rows.stop], token_n)
@@ -115,7 +117,8 @@ def _each_some_tokens(
 
 
 def _run_on_slices(module: GroupedQueryAttention | LatentAttention | MLP, slices: SequenceSlices) -> None:
-    """Gather what attention or an MLP reads, and give slices of what it makes."""
+    """Run a layer of a cut decoder on slices: gather what attention or an MLP reads, and give slices of what it
+    makes."""
     shapes: list[torch.Size] = []
     """Of the input of the call that runs."""
 
@@ -143,8 +146,8 @@ def _run_on_slices(module: GroupedQueryAttention | LatentAttention | MLP, slices
 
 
 def reads_codes(module: GroupedQueryAttention | LatentAttention | MLP, x: Tensor | WithCopies) -> bool:
-    """True if the layers that read a module's input read its codes, forward and backward, in their present formats. An
-    MLP in chunks takes the value, some tokens at a time, and so does an adapter."""
+    """In a cut decoder: true if the layers that read a module's input read its codes, forward and backward, in their
+    present formats. An MLP in chunks takes the value, some tokens at a time, and so does an adapter."""
     if not isinstance(x, WithCopies) or getattr(module, "chunking", None) is not None:
         return False
     return all(

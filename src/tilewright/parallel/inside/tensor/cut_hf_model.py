@@ -61,7 +61,7 @@ class _Cut:
     """What layers side by side read, by the module around them."""
 
     def keep(self, module: nn.Module, dims: Mapping[str, int], *, hidden: tuple[str, ...] = ()) -> None:
-        """Keep this rank's part of a module's parameters, and let it compute on them.
+        """Keep this rank's part of the parameters of a Hugging Face module, and let it compute on them.
 
         Args:
             module: of the parameters.
@@ -73,7 +73,8 @@ class _Cut:
         run_on_parts(module, hidden)
 
     def spread(self, module: nn.Module) -> Callable[[Tensor], Any]:
-        """The function that spreads a module's input: with the modules beside it that read the same one."""
+        """The function that spreads the input of a cut Hugging Face module: with the modules beside it that read the
+        same one."""
         parent = next(one for one in self.model.net.modules() if any(child is module for child in one.children()))
         if parent not in self.inputs:
             self.inputs[parent] = _OneSpread(self.ranks)
@@ -102,8 +103,8 @@ def cut_foreign(model: HFModel, world: World) -> None:
 
 
 def cut_shapes(model: HFModel, tp: int, shards: int) -> None:
-    """Give a model the shapes of what the first of `tp` ranks has, in place: its layers compute on them, and exchange
-    nothing. For plans.
+    """Give a Hugging Face model the shapes of what the first of `tp` ranks has, in place: its layers compute on them,
+    and exchange nothing. For plans.
 
     Args:
         model: on meta; its parameters are new objects, plain ones.
@@ -127,7 +128,7 @@ def _cut(model: HFModel, ranks: TensorRanks, part: Cut, shards: int) -> None:
 
 
 def check_foreign(model: HFModel, tp: int, shards: int) -> list[tuple[str, nn.Module, str]]:
-    """Check the names of the plan, see `planned`.
+    """Check the names of a Hugging Face model's plan of cuts, see `planned`.
 
     Args:
         model: whole, or some of its layers.
@@ -151,7 +152,8 @@ def check_foreign(model: HFModel, tp: int, shards: int) -> list[tuple[str, nn.Mo
 
 
 def planned(model: HFModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules that the plan names, with their names in the network and their styles; without stacked experts."""
+    """Modules that the plan of a Hugging Face model cuts, with their names in the network and their styles; without
+    stacked experts."""
     plan: Mapping[str, str] = getattr(model.net, "tp_plan", None) or {}
     experts = [f"{name}." for name, _ in stacked_experts(model.net)]
     for name, module in model.net.named_modules():
@@ -166,7 +168,7 @@ def planned(model: HFModel) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _by_kind(name: str) -> str:
-    """A name with `*` for the numbers of layers, as plans have it."""
+    """A name of a Hugging Face module with `*` for the numbers of layers, as plans of cuts have it."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -174,13 +176,13 @@ def _by_kind(name: str) -> str:
 
 
 def _outputs(module: nn.Module, cut: _Cut) -> None:
-    """Outputs are cut: each rank has some of them, of an input that all have."""
+    """Cut a Hugging Face module's outputs: each rank has some of them, of an input that all have."""
     cut.keep(module, {"weight": 0, "bias": 0})
     _before(module, cut.spread(module))
 
 
 def _outputs_joined(module: nn.Module, cut: _Cut) -> None:
-    """The same, and all ranks get all outputs."""
+    """Cut a Hugging Face module's outputs, and all ranks get all of them."""
     if module is not cut.model.head:
         _outputs(module, cut)
         _behind(module, cut.ranks.gathered)
@@ -190,7 +192,7 @@ def _outputs_joined(module: nn.Module, cut: _Cut) -> None:
 
 
 def _inputs(module: nn.Module, cut: _Cut) -> None:
-    """Inputs are cut, and what ranks make of theirs is added up; the bias once."""
+    """Cut a Hugging Face module's inputs: what ranks make of theirs is added up; the bias once."""
     cut.keep(module, {"weight": 1}, hidden=("bias",))
 
     def joined(out: Tensor) -> Tensor:
@@ -201,26 +203,26 @@ def _inputs(module: nn.Module, cut: _Cut) -> None:
 
 
 def _inputs_split(module: nn.Module, cut: _Cut) -> None:
-    """The same of an input that all ranks have whole."""
+    """Cut a Hugging Face module's inputs, of an input that all ranks have whole."""
     _inputs(module, cut)
     _before(module, cut.ranks.own_columns)
 
 
 def _rows(module: nn.Module, cut: _Cut) -> None:
-    """Rows of an embedding."""
+    """Cut the rows of a Hugging Face embedding."""
     if _cuts_rows(module, cut):
         cut.keep(module, {"weight": 0})
         cut_embedding(module, cut.ranks)  # type: ignore[arg-type]
 
 
 def _partial(module: nn.Module, cut: _Cut) -> None:
-    """Each rank's heads alone give its parameters a gradient: summed once per step, see
-    `sequence_slices.sum_of_slices`."""
+    """Partial gradients in a cut Hugging Face model: each rank's heads alone give its parameters one: summed once per
+    step, see `sequence_slices.sum_of_slices`."""
     mark_partial(module, cut.ranks, [name for name, _ in module.named_parameters()])
 
 
 def _latent(module: nn.Module, cut: _Cut) -> None:
-    """The last columns are a key that all heads share."""
+    """Latent attention in a cut Hugging Face model: the last columns are a key that all heads share."""
     shared = cut.model.config.get_text_config().qk_rope_head_dim
 
     def behind(out: Tensor) -> Tensor:
@@ -248,7 +250,8 @@ _ROWS, _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise
 
 
 def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, shards: int) -> None:
-    """Raise ConfigError where a style is not known, or a module does not come out even."""
+    """Check the cuts of a Hugging Face model: raise ConfigError where a style is not known, or a module does not come
+    out even."""
     linear = style in (*_ROWS, *_COLUMNS)
     if style not in STYLES or (linear and not isinstance(module, nn.Linear)):
         what = style if style not in STYLES else f"{style} of {type(module).__name__}"
@@ -281,8 +284,9 @@ def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, sh
 
 
 def _cuts_rows(module: nn.Module, cut: _Cut) -> bool:
-    """True if an embedding or head is cut: it comes out even, no row is a padding token's, whose gradient torch leaves
-    out by its number, the head has no bias, and both ends are in the plan where they are tied."""
+    """In a Hugging Face model: true if an embedding or head is cut: it comes out even, no row is a padding token's,
+    whose gradient torch leaves out by its number, the head has no bias, and both ends are in the plan where they are
+    tied."""
     head, table = cut.model.head, cut.model.table
     weight: Any = module.weight
     padded = any(getattr(part, "padding_idx", None) is not None for part in (module, table))
@@ -315,13 +319,13 @@ class _OneSpread:
         self._last: tuple[Any, Any] | None = None
 
     def __call__(self, x: Any) -> Any:
-        """The input, the same object for each layer."""
+        """The input of cut Hugging Face layers, spread once: the same object for each layer."""
         if self._last is None or self._last[0] is not x:
             self._last = x, self._ranks.spread(x)
         return self._last[1]
 
     def forget(self, *_: Any) -> None:
-        """Forget what was spread, at the end of what is around the layers."""
+        """Forget the input that was spread for cut Hugging Face layers, at the end of what is around them."""
         self._last = None
 
 
@@ -337,7 +341,8 @@ def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _each_some_tokens(module: nn.Module, ranks: TensorRanks) -> None:
-    """Stacked experts are not cut: each rank sends some of the tokens through them, and all get what comes out."""
+    """Stacked experts of a Hugging Face model are not cut: each rank sends some of the tokens through them, and all get
+    what comes out."""
     calls: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -45,17 +45,17 @@ def cut_dims(model: Decoder, tp: int, dp_shard: int) -> dict[nn.Module, int]:
 
 
 def cut_modules(model: Decoder) -> list[tuple[str, nn.Module]]:
-    """Modules by name without those of routed experts, which are whole where they are."""
+    """Modules with cuts by name, without those of routed experts, which are whole where they are."""
     return [(name, module) for name, module in model.named_modules() if ".experts." not in name]
 
 
 def held_ends(model: Decoder) -> list[nn.Embedding | nn.Linear]:
-    """Embedding and head, where this rank has them: other stages of a pipeline have neither."""
+    """Embedding and head for the cuts, where this rank has them: other stages of a pipeline have neither."""
     return [end for end in (model.model.embed_tokens, model.lm_head) if isinstance(end, nn.Embedding | nn.Linear)]
 
 
 def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:
-    """True if embedding and head are cut: their rows come out even over both axes.
+    """True if the cuts include the vocabulary: rows of embedding and head come out even over both axes.
 
     Example:
         >>> cuts_vocabulary(512, 2, 2), cuts_vocabulary(50257, 2, 1)
@@ -65,7 +65,7 @@ def cuts_vocabulary(vocab_size: int, tp: int, dp_shard: int) -> bool:
 
 
 def config_on_rank(config: DecoderConfig, tp: int, dp_shard: int) -> DecoderConfig:
-    """The shape of what one of `tp` ranks has: a decoder with fewer heads, narrower MLPs, fewer tokens.
+    """The shape after the cuts of what one of `tp` ranks has: a decoder with fewer heads, narrower MLPs, fewer tokens.
 
     Example:
         >>> found = config_on_rank(DecoderConfig.of(vocab_size=512, dim=64, num_heads=8, ffn_dim=192), 4, 1)
@@ -78,7 +78,7 @@ def config_on_rank(config: DecoderConfig, tp: int, dp_shard: int) -> DecoderConf
 
 
 def _on_rank(config: DecoderConfig, tp: int) -> LayerShape:
-    """The part of a layer that one of the ranks has."""
+    """The part of a layer that one of the ranks has after the cuts."""
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     shared = config.shared_width // tp if config.num_experts else 0
     return replace(
@@ -87,7 +87,7 @@ def _on_rank(config: DecoderConfig, tp: int) -> LayerShape:
 
 
 def check_cuts(model: nn.Module, tp: int, dp_shard: int) -> None:
-    """Raise where a model cannot be cut so.
+    """Check the cuts: raise where a model cannot be cut so.
 
     Raises:
         ConfigError: it is not tilewright's own decoder, its heads or widths do not come out even, or FP8 weights
@@ -129,7 +129,8 @@ def _uneven(config: DecoderConfig, tp: int) -> Iterator[Conflict]:
 
 
 def check_codes(name: str, module: nn.Module, dim: int, tp: int) -> None:
-    """Raise ConfigError where a weight is FP8 codes, and a part of it would not have its scales for itself."""
+    """Check codes before the cuts: raise ConfigError where a weight is FP8 codes, and a part of it would not have its
+    scales for itself."""
     if not isinstance(module, FrozenFloat8Linear):
         return
     size, tile = module.weight.shape[dim], BLOCK_TILE.rows
@@ -144,7 +145,7 @@ def check_codes(name: str, module: nn.Module, dim: int, tp: int) -> None:
 
 
 def uneven_rows(name: str, rows: int, tp: int, dp_shard: int) -> None:
-    """Raise ConfigError where what is cut over both axes does not come out even."""
+    """Check rows before the cuts: raise ConfigError where what is cut over both axes does not come out even."""
     if rows % (tp * dp_shard):
         raise ConfigError(
             "Matrix that does not come out even over both axes",

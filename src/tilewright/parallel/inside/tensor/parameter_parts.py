@@ -28,7 +28,7 @@ _WAITING = "codes_in_parts"
 
 @torch.no_grad()
 def part_along(mesh: DeviceMesh, whole: T, dim: int) -> T:
-    """This rank's part of a tensor; a parameter where it is one.
+    """This rank's part of a tensor along a dimension; a parameter where it is one.
 
     Args:
         mesh: of one axis.
@@ -42,7 +42,7 @@ def part_along(mesh: DeviceMesh, whole: T, dim: int) -> T:
 
 
 def shape_along(parts: int, whole: Tensor, dim: int) -> Tensor:
-    """A tensor of the shape of a part, without memory; a parameter where `whole` is one.
+    """A tensor of the shape of a parameter's part, without memory; a parameter where `whole` is one.
 
     Args:
         parts: how many there are.
@@ -58,7 +58,7 @@ def shape_along(parts: int, whole: Tensor, dim: int) -> Tensor:
 
 
 def _like(whole: T, part: Tensor) -> T:
-    """A part as what the whole tensor is."""
+    """A part of a parameter as what the whole tensor is."""
     if not isinstance(whole, nn.Parameter):
         return cast(T, part)
     param = nn.Parameter(part, whole.requires_grad)
@@ -146,8 +146,8 @@ def on_part(module: nn.Module) -> Iterator[None]:
 
 
 def _enter(module: nn.Module) -> None:
-    """Found before the parameter by whoever reads `module.weight`; what asks for parameters does not see it. Codes are
-    attributes, which wait elsewhere meanwhile."""
+    """Enter a module with its parts of parameters, found before the parameter by whoever reads `module.weight`; what
+    asks for parameters does not see it. Codes are attributes, which wait elsewhere meanwhile."""
     held = module.__dict__
     for name, param in module._parameters.items():
         if param is not None:

@@ -53,11 +53,13 @@ class SequenceSlices:
         return moved(x_BSD, self._own, functools.partial(self._whole, length=x_BSD.shape[1]))
 
     def leave(self, x_BsD: Tensor, length: int) -> Tensor:
-        """The whole residual stream from slices of all ranks, whose gradient all have too."""
+        """Sequence parallelism's end: the whole residual stream from slices of all ranks, whose gradient all have
+        too."""
         return moved(x_BsD, functools.partial(self._whole, length=length), self._own)
 
     def read(self, x_BsD: Tensor, length: int) -> Tensor:
-        """The whole stream from slices of all ranks, for layers of which each has a part, and so of the gradient."""
+        """Sequence parallelism: the whole stream from slices of all ranks, for layers of which each has a part, and so
+        of the gradient."""
         return moved(x_BsD, functools.partial(self._whole, length=length), self._summed)
 
     def written(self, x_BSD: Tensor) -> Tensor:
@@ -65,17 +67,18 @@ class SequenceSlices:
         return moved(x_BSD, self._summed, functools.partial(self._whole, length=x_BSD.shape[1]))
 
     def read_tokens(self, x: Tensor) -> Tensor:
-        """Slices [..., D] of all ranks behind each other [N, D], for what takes each token alone."""
+        """Slices [..., D] of all ranks behind each other [N, D] under sequence parallelism, for what takes each token
+        alone."""
         return moved(x, self._every_token, functools.partial(self._summed_tokens, shape=x.shape))
 
     def written_tokens(self, x_ND: Tensor, shape: torch.Size) -> Tensor:
-        """The sum over ranks of what was made of these, in slices of this shape but for the width."""
+        """Slices of the sum over ranks of what was made of these, in slices of this shape but for the width."""
         shape = torch.Size((*shape[:-1], x_ND.shape[-1]))
         return moved(x_ND, functools.partial(self._summed_tokens, shape=shape), self._every_token)
 
     def read_codes(self, x: WithCopies, length: int, readers: int, *, whole_gradient: bool) -> WithCopies:
-        """The stream of all ranks as codes alone, from slices that are whole tiles (`tiles_of`): codes travel, one byte
-        per element forward, and one backward, where the weights' gradients read the other copy.
+        """Slices as codes: the stream of all ranks as codes alone, from slices that are whole tiles (`tiles_of`): codes
+        travel, one byte per element forward, and one backward, where the weights' gradients read the other copy.
 
         Args:
             x: of this rank's slice.
@@ -98,7 +101,8 @@ class SequenceSlices:
         return WithCopies(value, whole_rows(x.row, whole), x.column, Arrival(whole, readers))
 
     def documents_of(self, segments_BS: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
-        """This rank's slice of the documents' numbers, below 0 where there is no token; None where each is one.
+        """This rank's slice (sequence parallelism) of the documents' numbers, below 0 where there is no token; None
+        where each is one.
 
         Args:
             segments_BS: of the batch; None: tokens everywhere.
@@ -112,7 +116,8 @@ class SequenceSlices:
         return self._own(segments_BS + 1) - 1
 
     def token_numbers(self, rows: int, device: torch.device) -> Tensor:
-        """The numbers of this rank's tokens among those of the batch; that of the first where there is no token.
+        """In slices of the sequence, the numbers of this rank's tokens among those of the batch; that of the first
+        where there is no token.
 
         Args:
             rows: B.
@@ -121,32 +126,33 @@ class SequenceSlices:
         return self._own(torch.arange(rows * self.length, device=device).view(rows, -1)).flatten()
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, without a gradient."""
+        """The sum of slices' numbers over the ranks of sequence parallelism, without a gradient."""
         return self.ranks.total(x)
 
     # ---- linear maps, each with its adjoint beside it ----
 
     def _own(self, x: Tensor) -> Tensor:
-        """[B, S, ...] -> [B, s, ...]"""
+        """This rank's slice of a sequence: [B, S, ...] -> [B, s, ...]"""
         each = self.positions(x.shape[1])
         part = x[:, self.ranks.rank * each : (self.ranks.rank + 1) * each]
         missing = each - part.shape[1]
         return F.pad(part, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else part.contiguous()
 
     def _whole(self, x_BsD: Tensor, length: int) -> Tensor:
-        """[B, s, D] of each rank -> [B, S, D]"""
+        """The whole sequence from slices: [B, s, D] of each rank -> [B, S, D]"""
         x_RBsD = self.ranks.stacked(x_BsD)
         return x_RBsD.transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
 
     def _summed(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, s, D] of the sum over ranks"""
+        """The slice of a sum over ranks: [B, S, D] -> [B, s, D]"""
         ranks, (rows, length, width) = self.ranks.size, x_BSD.shape
         each = self.positions(length)
         padded = F.pad(x_BSD, (0, 0, 0, each * ranks - length))
         return self.ranks.scattered(padded.view(rows, ranks, each, width).transpose(0, 1))
 
     def _codes(self, codes_nK: Tensor, rows: int, length: int) -> Tensor:
-        """Of each token, or of each tile of tokens, of this rank's -> of all, in the order of one process."""
+        """Codes of slices: of each token, or of each tile of tokens, of this rank's -> of all, in the order of one
+        process."""
         each = len(codes_nK) // rows
         tokens = length // self.ranks.size // each  # that share one
         return self._whole(codes_nK.view(rows, each, -1), length // tokens).flatten(0, 1)
@@ -172,7 +178,7 @@ class Arrival:
         self._found: Parts = (None, None, None)
 
     def __call__(self, parts: Parts) -> Parts:
-        """Codes and scales [K, n], [K, n / 128] -> [K, N], [K, N / 128]."""
+        """Arrived codes and scales of sequence slices: [K, n], [K, n / 128] -> [K, N], [K, N / 128]."""
         if not self._left:
             codes_Kn, scale_Kg, _ = parts
             assert codes_Kn is not None, "backward has kept them"
@@ -192,7 +198,8 @@ def whole_rows(row: TiledTensor, whole: Callable[[Tensor], Tensor]) -> TiledTens
 
 
 def _no_numbers(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """NaN in the shape of values that no layer reads, without memory: their gradients go on from there."""
+    """Sequence slices without numbers: NaN in the shape of values that no layer reads, without memory: their gradients
+    continue from there."""
     return like.new_full((), float("nan")).expand(shape)
 
 
@@ -210,7 +217,8 @@ def sliced_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def mark_partial(module: nn.Module, ranks: TensorRanks, names: Sequence[str]) -> None:
-    """Say that all ranks have these parameters of a module, and each a part of their gradients.
+    """Mark partial parameters under sequence slices: all ranks have these of a module, and each a part of their
+    gradients.
 
     Args:
         module: of the parameters.
@@ -222,8 +230,9 @@ def mark_partial(module: nn.Module, ranks: TensorRanks, names: Sequence[str]) ->
 
 
 def partial_parameters(model: nn.Module) -> tuple[TensorRanks | None, list[nn.Parameter]]:
-    """Parameters that all ranks have, and each a part of the gradient of: those that read slices, or the heads that are
-    here (`cut_hf_model`), and of adapters of cut matrices. With the ranks; None where there are none."""
+    """Partial parameters under sequence slices, that all ranks have, and each a part of the gradient of: those that
+    read slices, or the heads that are here (`cut_hf_model`), and of adapters of cut matrices. With the ranks; None
+    where there are none."""
     slices = getattr(model, "slices", None)
     ranks: TensorRanks | None = None if slices is None else slices.ranks
     params = list(sliced_parameters(model))
@@ -236,7 +245,8 @@ def partial_parameters(model: nn.Module) -> tuple[TensorRanks | None, list[nn.Pa
 
 @torch.no_grad()
 def sum_of_slices(model: nn.Module) -> None:
-    """Add up the gradients of `partial_parameters` over the ranks. Once per step, when they are summed over rows."""
+    """Sum of slices: add up the gradients of `partial_parameters` over the ranks. Once per step, when they are summed
+    over rows."""
     ranks, params = partial_parameters(model)
     grads = [local(param.grad) for param in params if param.grad is not None]
     if ranks is None:

@@ -22,11 +22,11 @@ class ShapeRanks(TensorRanks):
         return ShapeRanks(Group(0, size))
 
     def stacked(self, x: Tensor) -> Tensor:
-        """A tensor of each rank, stacked: see `TensorRanks`."""
+        """A tensor of each rank, stacked, for shapes: see `TensorRanks`."""
         return x.new_empty(self.size, *x.shape)
 
     def scattered(self, x_R: Tensor) -> Tensor:
-        """A rank's part of a sum: see `TensorRanks`."""
+        """A rank's part of a sum, for shapes: see `TensorRanks`."""
         return x_R.new_empty(x_R.shape[1:])
 
     def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:

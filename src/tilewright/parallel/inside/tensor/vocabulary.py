@@ -26,8 +26,8 @@ from tilewright.parallel.inside.tensor.collectives import TensorRanks
 
 
 def cut_embedding(table: nn.Embedding, ranks: TensorRanks) -> None:
-    """Let an embedding whose rows are cut give the rows of all tokens. Where its weight stands in for one that is
-    elsewhere, nothing is exchanged: ranks ask for what comes of it each at its own time."""
+    """Embedding by vocabulary: let one whose rows are cut give the rows of all tokens. Where its weight stands in for
+    one that is elsewhere, nothing is exchanged: ranks ask for what comes of it each at its own time."""
     rows = table.num_embeddings // ranks.size
     foreign: list[Tensor | None] = []
     """Where the tokens of the call that runs are other ranks'."""
@@ -60,7 +60,7 @@ class HeadPart:
 
     @staticmethod
     def of(head: nn.Linear, ranks: TensorRanks, on_part: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-        """Let a head whose rows are cut give the logits and the loss of all classes."""
+        """Head by vocabulary: let one whose rows are cut give the logits and the loss of all classes."""
         head.__dict__["part"] = HeadPart(head, ranks, on_part)  # no child of the module
         head.register_forward_pre_hook(lambda _, args: (ranks.spread(args[0]), *args[1:]))
 
@@ -70,8 +70,8 @@ class HeadPart:
         head.register_forward_hook(gathered)
 
     def loss(self, kernels: Kernels, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
-        """The loss, from this rank's rows of the head: see `models.base.output_head.head_loss`. The same on all
-        ranks."""
+        """The loss of a head that is cut by vocabulary, from this rank's rows: see `models.base.output_head.head_loss`.
+        The same on all ranks."""
         with self.on_part(self.head):
             x_ND, weight_VD = head_operands(self.head, self.ranks.spread(x_ND))
             own = weight_VD.shape[0]
@@ -80,15 +80,16 @@ class HeadPart:
             return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, queue_now(self.head), classes=classes)
 
     def whole_operands(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """See `models.base.output_head.whole_operands`. All ranks compute with all of them, and have the same
-        gradients."""
+        """Operands of a head that is cut by vocabulary: see `models.base.output_head.whole_operands`. All ranks compute
+        with all of them, and have the same gradients."""
         with self.on_part(self.head):
             x_ND, weight_VD = head_operands(self.head, x_ND)
             return x_ND, self.ranks.all_rows(weight_VD, weight_VD.shape[0] * self.ranks.size)
 
 
 def _join(lse_C: Tensor, logit_C: Tensor, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp [C] over the classes of all ranks, and the label's logit [C], zero where it is another rank's."""
+    """Join a vocabulary's parts: log-sum-exp [C] over the classes of all ranks, and the label's logit [C], zero where
+    it is another rank's."""
     most_C = ranks.most(lse_C)
     finite_C = torch.where(most_C.isfinite(), most_C, 0.0)  # infinities and NaN come through as they would alone
     both_2C = ranks.total(torch.stack([(lse_C - finite_C).exp(), logit_C]))

@@ -38,7 +38,7 @@ class WeighedDocuments:
 
     @cached_property
     def total(self) -> float:
-        """Sum of the documents' costs, which does not depend on how it is added up."""
+        """Sum of the costs of documents to assign, which does not depend on how it is added up."""
         return math.fsum(self.costs)
 
 
@@ -63,8 +63,8 @@ class RowShape:
 
     @staticmethod
     def of(pipeline: Pipeline) -> "RowShape":
-        """The shape of a schedule's pipeline. Zero-bubble ones leave a third of what 1F1B does, interleaved ones 1 /
-        virtual, two thirds of it where weight gradients wait; GPipe all.
+        """For assigning documents, the shape of a schedule's pipeline. Zero-bubble ones leave a third of what 1F1B
+        does, interleaved ones 1 / virtual, two thirds of it where weight gradients wait; GPipe all.
 
         Example:
             >>> RowShape.of(Pipeline(4, "zbv", 2)).filled_in, RowShape.of(Pipeline(4, "interleaved", 2)).filled_in
@@ -74,9 +74,9 @@ class RowShape:
         return RowShape(pipeline.pp, filled_in, stages=pipeline.num_stages)
 
     def seconds(self, documents: WeighedDocuments, speeds: Sequence[float], count: int, each_s: float) -> float:
-        """Seconds of a step of balanced micro-batches, in the unit of the costs: its work, what each micro-batch costs
-        beside its documents (`each_s`), the ranks' waiting while the pipeline fills and drains, and their waiting for
-        the longest document."""
+        """Seconds of a step of assigned documents in balanced micro-batches, in the unit of the costs: its work, what
+        each micro-batch costs beside its documents (`each_s`), the ranks' waiting while the pipeline fills and drains,
+        and their waiting for the longest document."""
         work = documents.total / sum(speeds) + count * each_s
         one = work / count
         more = max(0.0, max(documents.costs, default=0.0) / max(speeds) + each_s - one)
@@ -93,7 +93,7 @@ def choose(
     now: int = 0,
     gain: float = 0.05,
 ) -> Places:
-    """The assignment whose number of micro-batches takes the least time.
+    """Choose how to assign documents: with the number of micro-batches that takes the least time.
 
     Args:
         documents: of the step.
@@ -149,7 +149,7 @@ def assign(documents: WeighedDocuments, speeds: Sequence[float], count: int, max
 
 
 def in_order(microbatches: Sequence[T], costs: Sequence[float]) -> list[T]:
-    """Micro-batches in order: the cheapest ones first and last, the most expensive ones in the middle.
+    """Assigned micro-batches in order: the cheapest ones first and last, the most expensive ones in the middle.
 
     Example:
         >>> in_order("abcde", [5.0, 1.0, 4.0, 2.0, 3.0])
@@ -162,7 +162,7 @@ def in_order(microbatches: Sequence[T], costs: Sequence[float]) -> list[T]:
 def _filled(
     documents: WeighedDocuments, falling: Sequence[int], speeds: Sequence[float], rooms: Sequence[int]
 ) -> list[list[int]] | None:
-    """Documents in bins; None where one does not go into any.
+    """Documents assigned to bins; None where one does not go into any.
 
     Args:
         documents: of the step.

@@ -36,7 +36,7 @@ class Balanced:
     """Micro-batches of a step that are kept where little is to be had by another number; 0: none."""
 
     def __call__(self, lengths_N: np.ndarray, room: Room) -> Assignment:
-        """Indices of the documents by data rank and micro-batch.
+        """Balance documents: their indices by data rank and micro-batch.
 
         Args:
             lengths_N: tokens of each document, in stream order.
@@ -48,7 +48,7 @@ class Balanced:
         return as_arrays(choose(documents, self.speeds, room, self.row, each_s=each_s, now=self.count))
 
     def costs(self, lengths_N: np.ndarray) -> np.ndarray:
-        """Seconds of each document in the whole model, FP64 [N]."""
+        """The balancer's costs: seconds of each document in the whole model, FP64 [N]."""
         layers = dict(self.layers)
         one = self.model.document(layers, 1, first=True, last=True)
         per_pair = sum(
@@ -58,7 +58,7 @@ class Balanced:
         return (one - per_pair) * lengths + per_pair * (lengths * lengths)
 
     def differs(self, other: "Balanced", lengths_N: np.ndarray, least: float) -> float:
-        """How much of a step's cost lies elsewhere by the other one, where it is more than `least`; else 0."""
+        """How much of a step's cost lies elsewhere by another balancer, where it is more than `least`; else 0."""
         mine, theirs = self.costs(lengths_N), other.costs(lengths_N)
         by_cost = float(np.abs(mine / mine.sum() - theirs / theirs.sum()).sum() / 2)
         by_rank = max(abs(a / b - 1) for a, b in zip(_shares(self.speeds), _shares(other.speeds), strict=True))
@@ -66,7 +66,7 @@ class Balanced:
         return found if found > least else 0.0
 
     def at_count(self, count: int) -> "Balanced":
-        """These places of documents with the number of micro-batches fixed."""
+        """The balancer's places of documents with the number of micro-batches fixed."""
         return replace(self, count=count)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Balanced:
         return {"model": self.model.to_json(), "speeds": list(self.speeds), "each_s": self.each_s, "count": self.count}
 
     def from_json(self, found: Mapping[str, Any]) -> "Balanced":
-        """This one with what `to_json` gave; with as many data ranks as this one has, its own speeds otherwise."""
+        """This balancer with what `to_json` gave; with as many data ranks as this one has, its own speeds otherwise."""
         model = CostModel.from_json(found["model"])
         if model.kinds != self.model.kinds:
             return self
@@ -83,7 +83,7 @@ class Balanced:
 
 
 def as_arrays(places: Places) -> Assignment:
-    """Places as the stream takes them."""
+    """The balancer's places as the stream takes them."""
     return tuple(tuple(np.array(one, np.int64) for one in rank) for rank in places)
 
 

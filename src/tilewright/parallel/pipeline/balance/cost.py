@@ -31,7 +31,7 @@ class StageWork:
     """It has the head and the loss."""
 
     def features(self, kinds: Sequence[str]) -> list[float]:
-        """The factor of each coefficient of a `CostModel` of these kinds."""
+        """The cost of a stage's work: factor of each coefficient of a `CostModel` of these kinds."""
         of_layers = [float(self.layers.get(kind, 0) * times) for kind in kinds for times in (self.tokens, self.pairs)]
         return [*of_layers, float(self.first * self.tokens), float(self.last * self.tokens), 1.0]
 
@@ -54,20 +54,20 @@ class CostModel:
     """Per kind those of T and of the sum of L^2; then of T in the embedding, of T in head and loss, of a pass."""
 
     def seconds(self, work: StageWork) -> float:
-        """Seconds of a stage for one micro-batch."""
+        """Cost of a stage in seconds for one micro-batch."""
         return sum(c * x for c, x in zip(self.coefficients, work.features(self.kinds), strict=True))
 
     def document(self, layers: Mapping[str, int], length: int, *, first: bool = False, last: bool = False) -> float:
-        """Seconds of one document in these layers, without what a pass costs beside it."""
+        """Cost in seconds of one document in these layers, without what a pass costs beside it."""
         return self.seconds(StageWork(layers, length, length * length, first, last)) - self.each_s
 
     @property
     def each_s(self) -> float:
-        """Seconds of a pass beside its documents."""
+        """Cost in seconds of a pass beside its documents."""
         return self.coefficients[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """The model's numbers in JSON types, for the state of a run."""
+        """The cost model's numbers in JSON types, for the state of a run."""
         return asdict(self)
 
     @staticmethod

@@ -84,14 +84,14 @@ class CostFit:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The fit's state in JSON types."""
+        """The state of the cost model's fit in JSON types."""
         return {
             "steps": self.steps, "speeds": list(self.speeds), "model": self.model.to_json(),
             "products": self._products.tolist(), "sums": self._sums.tolist(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; a state of other layers or ranks is not taken."""
+        """Restore the fit from `state_dict()`; a state of other layers or ranks is not taken."""
         model = CostModel.from_json(state["model"])
         if model.kinds != self.prior.kinds:
             return
@@ -105,7 +105,7 @@ class CostFit:
         return self._products + (x.T * relative) @ x, self._sums + x.T @ (relative * y)
 
     def _solved(self, products: np.ndarray, sums: np.ndarray) -> np.ndarray:
-        """Coefficients, with a pull to the prior in the unit of what was measured."""
+        """Solve the fit: coefficients, with a pull to the prior in the unit of what was measured."""
         begin = np.array(self.prior.coefficients)
         size = float(begin @ products @ begin)
         begin = begin * (float(begin @ sums) / size if size > 0 else 0.0)
@@ -128,7 +128,7 @@ class CostFit:
 
 
 def _not_negative(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """The x >= 0 of least x' A x / 2 - b' x: fast non-negative least squares."""
+    """Fit without negative numbers: the x >= 0 of least x' A x / 2 - b' x: fast non-negative least squares."""
     x, free = np.zeros(len(sums)), np.zeros(len(sums), dtype=bool)
     for _ in range(3 * len(sums)):
         slope = sums - products @ x

@@ -21,7 +21,7 @@ class LayerForm(NamedTuple):
 
     @staticmethod
     def of(layer: nn.Module) -> "LayerForm":
-        """The form of a layer.
+        """The form of a layer, by which kinds differ.
 
         Example:
             >>> LayerForm.of(nn.Linear(3, 2)).matrices

@@ -32,7 +32,7 @@ class StageKind:
     last: bool = False
 
     def work(self, size: MicroBatchSize) -> StageWork:
-        """The work of the stage on a micro-batch."""
+        """The work of a measured stage on a micro-batch."""
         return StageWork(self.layers, size.tokens, size.pairs, self.first, self.last)
 
 
@@ -58,18 +58,18 @@ class MeasuredStep:
 
     @property
     def rows(self) -> list[Row]:
-        """Measured passes of the ranks in each row."""
+        """Measured passes of a step's ranks in each row."""
         found: dict[tuple[int, int], list[RankStep]] = {}
         for rank in self.ranks:
             found.setdefault((rank.data_rank, rank.tensor_rank), []).append(rank)
         return [[one.passes for one in sorted(row, key=lambda one: one.row_rank)] for row in found.values()]
 
     def idle(self) -> IdleTime:
-        """How much of the ranks' time was in no pass, and why."""
+        """Idle time of a measured step: how much of the ranks' time was in no pass, and why."""
         return idle_time(self.rows)
 
     def stage_seconds(self, stages: Mapping[int, StageKind]) -> list[StageSeconds]:
-        """Seconds of each micro-batch in each stage, over its passes.
+        """Seconds of each micro-batch in each stage of a measured step, over its passes.
 
         Args:
             stages: what is in them, by number.
@@ -85,7 +85,7 @@ class MeasuredStep:
         ]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Ranks, each pass as a list of its fields."""
+        """A measured step as JSON: ranks, each pass as a list of its fields."""
         return [
             {
                 "data_rank": rank.data_rank,
@@ -102,7 +102,7 @@ class MeasuredStep:
 
     @staticmethod
     def from_json(found: Sequence[Mapping[str, Any]]) -> "MeasuredStep":
-        """The object from the result of `to_json`.
+        """A measured step from the JSON of `to_json`.
 
         Raises:
             KeyError, TypeError: it is something else.

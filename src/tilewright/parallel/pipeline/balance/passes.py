@@ -46,33 +46,34 @@ class PassClock:
         self._began: Any = 0.0
 
     def begin(self) -> None:
-        """A step begins; what was noted before is dropped. Ranks call it as they leave a collective: their clocks are
-        compared by it."""
+        """Begin the clock of passes with a step; what was noted before is dropped. Ranks call it as they leave a
+        collective: their clocks are compared by it."""
         self._marks.clear()
         self._began = self._read()
 
     @contextmanager
     def measure(self, action: str, stage: int | None = None, number: int = 0) -> Iterator[None]:
-        """Around a pass of a stage; around another part of the step where there is no stage."""
+        """Measure a pass of a stage by the clock; around another part of the step where there is no stage."""
         began = self._read()
         yield
         self._marks.append(_Mark(action, stage, number, began, self._read()))
 
     def waited_s(self) -> float | None:
-        """Seconds since `begin` before and between the passes so far: for what other stages send. None on CUDA, where
-        streams wait, which the host does not see."""
+        """Waited seconds by the clock of passes since `begin` before and between the passes so far: for what other
+        stages send. None on CUDA, where streams wait, which the host does not see."""
         if isinstance(self._began, torch.cuda.Event):
             return None
         ends = [self._began, *(mark.end for mark in self._marks)]
         return sum(mark.begin - end for mark, end in zip(self._marks, ends, strict=False))
 
     def until_now(self, part: str) -> None:
-        """Count all time since the last pass as this part of the step."""
+        """Count all time since the last pass by the clock as this part of the step."""
         began = self._marks[-1].end if self._marks else self._began
         self._marks.append(_Mark(part, None, 0, began, self._read()))
 
     def taken(self) -> tuple[list[Pass], list[StepPart]]:
-        """Passes and other parts since `begin`, in their order, once. On CUDA it waits for the last of them."""
+        """Passes and other parts by the clock since `begin`, in their order, once. On CUDA it waits for the last of
+        them."""
         marks = self._marks[:]
         self._marks.clear()
         if marks and isinstance(marks[-1].end, torch.cuda.Event):

@@ -31,7 +31,7 @@ class Pass:
 
     @property
     def end_s(self) -> float:
-        """Since the step's beginning."""
+        """End of a pass to replay, since the step's beginning."""
         return self.begin_s + self.seconds
 
 
@@ -50,12 +50,12 @@ Row = Sequence[Sequence[Pass]]
 
 
 def busy_s(row: Row) -> float:
-    """Seconds in passes of a measured step, over all ranks."""
+    """Seconds in passes of a measured step, over all ranks, for its replay."""
     return math.fsum(one.seconds for of_rank in row for one in of_rank)
 
 
 def span_s(row: Row) -> float:
-    """Seconds from the begin of the first pass to the end of the last one.
+    """Span of a step to replay: seconds from the begin of the first pass to the end of the last one.
 
     Example:
         >>> span_s([[Pass("forward", 0, 0, 1.0, 2.0)], [Pass("forward", 1, 0, 3.5, 1.0)]])
@@ -66,7 +66,7 @@ def span_s(row: Row) -> float:
 
 
 def replayed(row: Row, seconds: Callable[[Pass], float] = lambda one: one.seconds) -> list[list[Pass]]:
-    """The passes with other seconds, each as early as it can be, and nothing between them.
+    """Replayed passes with other seconds, each as early as it can be, and nothing between them.
 
     Args:
         row: as measured.
@@ -126,7 +126,7 @@ class IdleTime:
 
 
 def idle_time(rows: Sequence[Row]) -> IdleTime:
-    """The idle time of a pipeline's ranks in a measured step, by cause.
+    """The idle time of a pipeline's ranks in a measured step, by cause, found by replay.
 
     Args:
         rows: of ranks.
@@ -151,15 +151,15 @@ def idle_time(rows: Sequence[Row]) -> IdleTime:
 
 
 def beside_s(rows: Sequence[Row]) -> float:
-    """The seconds of a micro-batch beside its passes, over the ranks in a row: messages, the interpreter between
-    them."""
+    """For a replay, the seconds of a micro-batch beside its passes, over the ranks in a row: messages, the interpreter
+    between them."""
     microbatches = len({one.microbatch for one in _all(rows[0])})
     between = [span_s(row) - span_s(replayed(row)) for row in rows]
     return max(0.0, math.fsum(between) / len(between)) * len(rows[0]) / microbatches
 
 
 def _means(row: Row, *, by_stage: bool) -> Callable[[Pass], float]:
-    """The mean of the passes of a kind, of its stage or of all."""
+    """Means for a replay: of the passes of a kind, of its stage or of all."""
 
     def key(one: Pass) -> tuple[str, int]:
         return one.action, one.stage if by_stage else 0

@@ -40,7 +40,7 @@ class SplitCosts:
 
     @cached_property
     def loads(self) -> list[float]:
-        """Seconds of each rank beside its layers under a split."""
+        """For a resplit of layers, the seconds of each rank beside its layers under a split."""
         found = [0.0] * len(self.speeds)
         found[self.rank_of[0]] += self.first
         found[self.rank_of[-1]] += self.last
@@ -48,14 +48,14 @@ class SplitCosts:
 
     @cached_property
     def blocks(self) -> list[range]:
-        """Stages that lie behind each other on one rank."""
+        """Blocks of a split: stages that lie behind each other on one rank."""
         found, start = [], 0
         for _, of_rank in itertools.groupby(self.rank_of):
             found.append(range(start, start := start + len(list(of_rank))))
         return found
 
     def rank_seconds(self, split: Sequence[int]) -> list[float]:
-        """Seconds of each rank for a micro-batch.
+        """Seconds of each rank under a split, for a micro-batch.
 
         Example:
             >>> SplitCosts((1.0,) * 4, rank_of=(0, 1), speeds=(1.0, 0.5)).rank_seconds((3, 1))
@@ -68,11 +68,11 @@ class SplitCosts:
         return [of_rank / speed for of_rank, speed in zip(seconds, self.speeds, strict=True)]
 
     def slowest_s(self, split: Sequence[int]) -> float:
-        """Seconds of the slowest rank."""
+        """Seconds of the slowest rank under a split."""
         return max(self.rank_seconds(split))
 
     def held(self, split: Sequence[int]) -> list[int]:
-        """Layers of each rank under a split of stages."""
+        """Layers that each rank holds under a split of stages."""
         found = [0] * len(self.speeds)
         for rank, count in zip(self.rank_of, split, strict=True):
             found[rank] += count
@@ -80,7 +80,7 @@ class SplitCosts:
 
 
 def best_split(costs: SplitCosts) -> tuple[int, ...]:
-    """Layers per stage with the least time of the slowest rank.
+    """The best split: layers per stage with the least time of the slowest rank.
 
     Args:
         costs: of layers and ranks; as many layers as stages at least, for which ranks have memory.
@@ -104,7 +104,7 @@ def best_split(costs: SplitCosts) -> tuple[int, ...]:
 
 
 def _rows_cut_again(costs: SplitCosts, split: tuple[int, ...], rows: Sequence[range]) -> tuple[int, ...]:
-    """One row of stages after the other, until none helps."""
+    """Resplit one row of stages after the other, until none helps."""
     since = 0  # rows that were cut again, and did not help
     for row in itertools.cycle(rows):
         found = _cut_again(costs, split, row)
@@ -115,8 +115,9 @@ def _rows_cut_again(costs: SplitCosts, split: tuple[int, ...], rows: Sequence[ra
 
 
 def _moved(costs: SplitCosts, split: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The split with one layer fewer in a stage and one more in another, those between them shifted, that is best of
-    all such splits: by the slowest rank, then by how equal ranks are. None where none is better."""
+    """A resplit by one layer: the split with one layer fewer in a stage and one more in another, those between them
+    shifted, that is best of all such splits: by the slowest rank, then by how equal ranks are. None where none is
+    better."""
     stages, ranks = len(split), len(costs.speeds)
     giver_MS, taker_MS, stage_MS = np.meshgrid(*3 * [np.arange(stages)], indexing="ij")
     shift_MS = 1 * ((taker_MS <= stage_MS) & (stage_MS < giver_MS)) - ((giver_MS <= stage_MS) & (stage_MS < taker_MS))
@@ -139,14 +140,15 @@ def _moved(costs: SplitCosts, split: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _dealt(costs: SplitCosts) -> tuple[int, ...]:
-    """Layers per stage as if all cost the same, a rank's as many in each of its stages."""
+    """A split dealt out: layers per stage as if all cost the same, a rank's as many in each of its stages."""
     each, count = sum(costs.layers) / len(costs.layers), len(costs.layers)
     stages = [[stage for stage, of in enumerate(costs.rank_of) if of == rank] for rank in range(len(costs.speeds))]
     held = [len(of) for of in stages]
     most = count if costs.most is None else costs.most
 
     def through(rank: int) -> tuple[float, int, int]:
-        """When it is, with one more, and in what order ranks are that are through at the same time."""
+        """In a split dealt out, when a rank is, with one more, and in what order ranks are that are through at the same
+        time."""
         return (costs.loads[rank] + each * (held[rank] + 1)) / costs.speeds[rank], stages[rank][0], rank
 
     waiting = [through(rank) for rank in range(len(held)) if held[rank] < most]
@@ -166,7 +168,7 @@ def _dealt(costs: SplitCosts) -> tuple[int, ...]:
 
 
 def _rows(costs: SplitCosts) -> Iterator[range]:
-    """Blocks that lie behind each other on different ranks, as many as there are from each one on."""
+    """Rows of a split: blocks that lie behind each other on different ranks, as many as there are from each one on."""
     end = 0
     for start in range(len(costs.blocks)):
         ranks = [costs.rank_of[block[0]] for block in costs.blocks[start:]]
@@ -177,7 +179,8 @@ def _rows(costs: SplitCosts) -> Iterator[range]:
 
 
 def _cut_again(costs: SplitCosts, split: tuple[int, ...], row: range) -> tuple[int, ...] | None:
-    """A faster split, with other layers in these blocks, which have as many together; None where there is none."""
+    """A resplit that is faster, with other layers in these blocks, which have as many together; None where there is
+    none."""
     blocks = [costs.blocks[number] for number in row]
     first, end = blocks[0].start, blocks[-1].stop
     start, stop = sum(split[:first]), sum(split[:end])
@@ -202,14 +205,14 @@ def _cut_again(costs: SplitCosts, split: tuple[int, ...], row: range) -> tuple[i
 
 
 def _evenly(count: int, parts: int) -> list[int]:
-    """As many in each, one more in the first ones."""
+    """A split that is even: as many in each, one more in the first ones."""
     least, more = divmod(count, parts)
     return [least + (part < more) for part in range(parts)]
 
 
 def common_split(rows: Sequence[SplitCosts], now: Sequence[int], *, by_speed: bool) -> tuple[int, ...]:
-    """Layers per stage that all rows of ranks have: of the best ones for the speeds of each row, for the slowest and
-    the mean rank of each stage, and of what is there, the one with the least time of a step.
+    """A common split: layers per stage that all rows of ranks have: of the best ones for the speeds of each row, for
+    the slowest and the mean rank of each stage, and of what is there, the one with the least time of a step.
 
     Args:
         rows: the same layers, each with the speeds of a row.
@@ -229,7 +232,7 @@ def common_split(rows: Sequence[SplitCosts], now: Sequence[int], *, by_speed: bo
 
 
 def rows_s(rows: Sequence[SplitCosts], split: Sequence[int], *, by_speed: bool) -> float:
-    """Seconds for a micro-batch per row, see `common_split`."""
+    """Seconds per row under a common split for a micro-batch, see `common_split`."""
     found = {tuple(row.speeds): row.slowest_s(split) for row in rows}
     seconds = [found[tuple(row.speeds)] for row in rows]
     return len(rows) / math.fsum(1 / one for one in seconds) if by_speed else max(seconds)
@@ -254,7 +257,8 @@ class SplitMove:
 def worth(
     rows: Sequence[SplitCosts], now: Sequence[int], *, by_speed: bool, steps_left: int, step_s: float, move_s: float
 ) -> SplitMove | None:
-    """The better split where the steps that are left save more than twice what the move takes; None otherwise.
+    """A resplit that is worth it: the better split where the steps that are left save more than twice what the move
+    takes; None otherwise.
 
     Args:
         rows, now, by_speed: see `common_split`.
