@@ -194,12 +194,13 @@ def _timed(prepared: Prepared, seconds: dict[str, float]) -> Prepared:
 def _builder(
     seconds: dict[str, float], what: Callable[..., None], *args: object, **kwargs: object
 ) -> Callable[[Path], None]:
-    """Builds an entry with `what` and notes what its phases took."""
+    """Builder for `prepare`: builds an entry with `what` and notes what its phases took."""
     return lambda folder: seconds.update(timed("preparing data", what, folder, *args, **kwargs))
 
 
 def _tokenizer_digest(path: str) -> str:
-    """Content of the given tokenizer and of the files that name its special tokens, "" where there is none.
+    """Digest for `prepare` of the given tokenizer and of the files that name its special tokens, "" where there is
+    none.
 
     Raises:
         DataError: it cannot be read.
@@ -211,7 +212,7 @@ def _tokenizer_digest(path: str) -> str:
 
 
 def _in_own_process(domains: list[str], **rest: Any) -> dict[str, float]:
-    """The seconds of the phases in the process that `prepare` starts."""
+    """Prepare in a process of its own: the seconds of the phases there."""
     prepared = prepare(domains=tuple(domains), processes=len(os.sched_getaffinity(0)), **rest)
     return prepared.summary.get("seconds", {})
 

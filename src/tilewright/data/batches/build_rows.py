@@ -36,7 +36,8 @@ def build_rows(
     *,
     progress: ProgressBar,
 ) -> None:
-    """Pack both splits of an encoded `corpus` into rows of one length, domain by domain, and write the tables.
+    """Build rows: pack both splits of an encoded `corpus` into ones of one length, domain by domain, and write the
+    tables.
 
     Args:
         folder: gets the files.
@@ -88,7 +89,7 @@ def build_rows(
 
 
 def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
-    """A note on documents with more than `seq_len` positions."""
+    """A note on documents with more than `seq_len` positions, when rows are built."""
     longer = lengths[lengths > seq_len]
     if not len(longer):
         return []
@@ -100,13 +101,14 @@ def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
 
 
 def groups_of_domains(domain_of: np.ndarray, fits: np.ndarray | bool = True) -> list[Group]:
-    """The documents of each domain that fit into rows (bool [documents]); of one without any an empty group."""
+    """For building rows, the documents of each domain that fit into rows (bool [documents]); of one without any an
+    empty group."""
     names = sorted(set(domain_of.tolist()))
     return [(domain, np.flatnonzero((domain_of == domain) & fits)) for domain in names]
 
 
 def _groups_of_shards(index: Path) -> list[Group]:
-    """The documents of each shard, which are behind each other."""
+    """The documents of each shard to build rows of, which are behind each other."""
     groups, start = [], 0
     for shard in json.loads(index.read_bytes())["shards"]:
         groups.append((shard["domain"], np.arange(start, start + shard["documents"])))
@@ -121,7 +123,8 @@ def pack_groups(
     groups: list[Group],
     seq_len: int,
 ) -> tuple[Packing, RowRanges, dict[str, list[int]]]:
-    """One packing of all domains, each in rows of its own; the row range of each domain, and the rows of its groups.
+    """Build rows by groups: one packing of all domains, each in rows of its own; the row range of each domain, and the
+    rows of its groups.
 
     Args:
         place: packs the documents of a group: `pack`, or `alone`.
@@ -149,7 +152,7 @@ def pack_groups(
 
 
 def save_packing(folder: Path, split: str, packing: Packing, digest: xxhash.xxh3_128) -> None:
-    """Write the tables of a split's packed rows into `folder`; `digest` is updated with them."""
+    """Save the packing of built rows: write the tables of a split into `folder`; `digest` is updated with them."""
     for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
         digest.update(array.tobytes())
         np.save(folder / f"{split}.{name}.npy", array)
@@ -162,7 +165,7 @@ def write_meta(
     summary: dict[str, Any],
     **told: object,
 ) -> None:
-    """Write what the packed rows in `folder` mean: the meta file of the cache entry.
+    """Write the meta file of built rows: what the packed rows in `folder` mean.
 
     Args:
         folder: has their tables.

@@ -15,8 +15,8 @@ Batch = Mapping[str, Tensor]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model computes. For a GPU, where documents begin is found before, and stays here: nothing of
-    it is waited for."""
+    """A micro-batch where the model computes. For a GPU, where documents begin is found before, and stays here: nothing
+    of it is waited for."""
     if device.type == "cpu":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     pinned = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
@@ -41,7 +41,8 @@ def _targets_in(batch: Batch) -> int:
 
 
 def _are_targets(batch: Batch) -> Tensor:
-    """Boolean, in the shape of `LossOutput.each`: [B, S], [B] of images, [B] of pairs."""
+    """True where a micro-batch has targets: boolean, in the shape of `LossOutput.each`: [B, S], [B] of images, [B] of
+    pairs."""
     return batch["rows"] >= 0 if is_pairs(batch) else batch["labels"] != IGNORED_LABEL
 
 
@@ -87,8 +88,9 @@ def sums_of_rows(told: Iterable[tuple[Tensor | None, Batch]]) -> tuple[Tensor, T
 
 
 def sums_by_document(each_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """For each document of packed rows the sum of its targets' losses and their number: [B, P] each, P documents in the
-    row that has most; 0 where a row has fewer. Without `segments` a row is one document. Padding counts for none."""
+    """For each document of a micro-batch's packed rows the sum of its targets' losses and their number: [B, P] each, P
+    documents in the row that has most; 0 where a row has fewer. Without `segments` a row is one document. Padding
+    counts for none."""
     segments_BS = batch.get("segments")
     if segments_BS is None:
         segments_BS = torch.zeros_like(batch["labels"])
@@ -111,7 +113,7 @@ def _tokens_in(batch: Batch) -> int:
 
 
 def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], device: torch.device) -> tuple[int, int]:
-    """Sums of targets and tokens of a step over all ranks of a group."""
+    """Count over ranks: sums of targets and tokens of a step's micro-batches, over all of a group."""
     counts = count_targets(microbatches), count_tokens(microbatches)
     if group is None:
         return counts  # known on the host: nothing waits for a device
@@ -136,7 +138,7 @@ def first_rows(batch: Batch, number: int | None) -> Batch:
 
 
 def row_length(microbatches: Sequence[Batch], longest: int | None = None) -> int | None:
-    """Tokens of the longest row, for which memory is planned; None of images.
+    """Tokens of the longest row of a step's micro-batches, for which memory is planned; None of images.
 
     Args:
         microbatches: of a step.
@@ -149,14 +151,15 @@ def row_length(microbatches: Sequence[Batch], longest: int | None = None) -> int
 
 
 def add_weighed(sums: dict[str, Tensor], values: Mapping[str, Tensor], targets: int) -> None:
-    """Add what a model told of one micro-batch, times its targets. What it tells of none is not looked at: 0 / 0."""
+    """Add what a model reported of one micro-batch, times its targets. What it tells of none is not looked at: 0 /
+    0."""
     for name, value in values.items():
         wide = value.new_zeros((), dtype=sum_dtype(value.device))
         sums[name] = sums.get(name, wide) + (value.to(wide.dtype) * targets if targets else wide)
 
 
 def add_each_weighed(sums: dict[str, Tensor], values: Sequence[Mapping[str, Tensor]], targets: Sequence[int]) -> None:
-    """Add what a model told of the first micro-batches, all of them unless a step ended early."""
+    """Add what a model reported of the first micro-batches, all of them unless a step ended early."""
     for told, number in zip(values, targets, strict=False):
         add_weighed(sums, told, number)
 
@@ -172,7 +175,7 @@ def mean_over(
     weight: float,
     device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """Means over the group of ranks, weighed by targets; nothing where all weights are zero.
+    """Means of micro-batches over the group of ranks, weighed by targets; nothing where all weights are zero.
 
     Args:
         group: None gives the means of this process.

@@ -73,7 +73,7 @@ def without(weights: Mapping[str, float], away: Collection[str], num_rows: Mappi
 
 
 def shares_of(weights: Sequence[float]) -> np.ndarray:
-    """For each domain its share of what the domains before it leave, in units of 2^-32, uint64.
+    """Shares of a mixture: for each domain its share of what the domains before it leave, in units of 2^-32, uint64.
 
     Example:
         >>> (shares_of([1, 1, 2]) / 2**32).round(4).tolist()
@@ -85,7 +85,7 @@ def shares_of(weights: Sequence[float]) -> np.ndarray:
 
 
 def counts_of(shares: np.ndarray, num_samples: int) -> np.ndarray:
-    """Samples of each domain among the first `num_samples` of a stage, int64 [domains]."""
+    """Samples of each domain in the order of a mixture, among the first `num_samples` of a stage, int64 [domains]."""
     counts, left = [], num_samples
     for share in shares.tolist():
         taken = (left * share + _HALF) >> _SHARE_BITS
@@ -95,7 +95,7 @@ def counts_of(shares: np.ndarray, num_samples: int) -> np.ndarray:
 
 
 def apportion(shares: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(domain, index inside the domain) of the samples `index` of a stage, both int64."""
+    """Order of a mixture's samples: (domain, index inside the domain) of `index` of a stage, both int64."""
     domain = np.full(len(index), -1, np.int64)
     inside = np.zeros(len(index), np.int64)
     left = index.astype(np.uint64)
@@ -111,7 +111,8 @@ def apportion(shares: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Image of `index` under a permutation of range(size) that `key` names; arrays of one length, index < size.
+    """Order by permutation: image of `index` under a permutation of range(size) that `key` names; arrays of one length,
+    index < size.
 
     A Feistel network over the next even number of bits; results outside the range go through it again.
 
@@ -202,7 +203,7 @@ class Mixture:
             self._append(stage)
 
     def _append(self, stage: MixtureStage) -> None:
-        """A stage that begins where the last one does replaces it."""
+        """Append a stage to the mixture's order; one that begins where the last one does replaces it."""
         self._block = None
         if self._starts and self._starts[-1] == stage.start:
             self.stages.pop()
@@ -213,7 +214,8 @@ class Mixture:
         self._shares.append(shares_of(stage.weights))
 
     def add_stage(self, start: int, weights: Mapping[str, float]) -> MixtureStage:
-        """Mix domains with `weights` from sample `start` on, a multiple of `BLOCK` not before the last stage.
+        """Add a stage to the mixture's order: mix domains with `weights` from sample `start` on, a multiple of `BLOCK`
+        not before the last stage.
 
         A stage that would begin where the last one does replaces it.
         """
@@ -235,7 +237,7 @@ class Mixture:
         self.skips = merged
 
     def following(self, start: int, number: int) -> np.ndarray:
-        """The next `number` samples from `start` on that are not left out, int64."""
+        """The next `number` samples of the mixture from `start` on that are not left out, int64."""
         parts, at = [], start
         for a, b in self.skips:
             if b > at:
@@ -245,7 +247,7 @@ class Mixture:
         return np.concatenate([*parts, np.arange(at, at + number, dtype=np.int64)])
 
     def behind(self, start: int, number: int) -> int:
-        """The sample behind the next `number` ones from `start` on."""
+        """The sample of the mixture behind the next `number` ones from `start` on."""
         for a, b in self.skips:
             if number and b > start:
                 here = max(0, a - start)
@@ -271,7 +273,7 @@ class Mixture:
         return self.stages[self._stage_of(sample) :]
 
     def knows(self, sample: int) -> bool:
-        """True if the stage of this sample is among those that are known."""
+        """True if the mixture knows the stage of this sample."""
         return bool(self._starts) and self._starts[0] <= sample
 
     def _stage_of(self, sample: int) -> int:

@@ -30,7 +30,7 @@ class SumsOfRanks:
         """Whether the model tells the losses of rows."""
 
     def after_step(self, step: Any, result: Any) -> None:
-        """Add the rows of a step of this rank, where `numbers` has not.
+        """Add the rows of a step of this rank to the sums of losses, where `numbers` has not.
 
         Args:
             step: see `training.hooks.base.Step`.
@@ -40,7 +40,8 @@ class SumsOfRanks:
             self.add(result)
 
     def numbers(self, step: Any, result: Any) -> Mapping[str, Any]:
-        """`train_domains`: mean loss and targets of each domain since the last row that has them; called on all."""
+        """Sums over ranks as `train_domains`: mean loss and targets of each domain since the last row that has them;
+        called on all."""
         self.add(result)
         taken = self.take()
         targets = taken.targets()
@@ -72,7 +73,7 @@ class SumsOfRanks:
         self._mine = DomainSums(self.stream.domains)
 
     def phase(self, name: str) -> None:
-        """A checkpoint has the sums of all ranks."""
+        """Sums of ranks in another phase: a checkpoint has those of all."""
         if name == "save":
             self.gather()
 

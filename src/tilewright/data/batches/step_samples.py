@@ -35,11 +35,11 @@ class Rows(Protocol):
         ...
 
     def blank_row(self) -> dict[str, np.ndarray]:
-        """A row without targets, for a rank that has fewer rows than the others."""
+        """A blank row without targets for a step, for a rank that has fewer rows than the others."""
         ...
 
     def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
-        """The source documents of a training row."""
+        """The source documents of a training row, a sample of a step."""
         ...
 
 
@@ -52,11 +52,11 @@ class FarRows(Protocol):
 
     @property
     def read_s(self) -> float:
-        """Seconds that rows were waited for so far."""
+        """Seconds that rows at far addresses were waited for so far, for samples of steps."""
         ...
 
     def follow(self, mixture: Mixture, sample: int) -> None:
-        """The next step begins with this sample of this mixture: read ahead from there."""
+        """Follow a step's samples: the next one begins with this sample of this mixture: read ahead from there."""
         ...
 
 
@@ -66,7 +66,7 @@ class GatheredRows(Protocol):
 
     @property
     def rows_per_call(self) -> int:
-        """Rows that are asked for at once, of several steps together where steps have fewer."""
+        """Rows of samples that are asked for at once, of several steps together where steps have fewer."""
         ...
 
 
@@ -76,11 +76,12 @@ class RowsOfDocuments(Rows, Protocol):
     num_tokens: Mapping[str, int]
 
     def lengths(self, picks: Picks) -> np.ndarray:
-        """Tokens of each document, int64."""
+        """Tokens of each document that may be a step's sample, int64."""
         ...
 
     def joined(self, picks: Picks, seed: int, length: int) -> dict[str, np.ndarray]:
-        """Batch arrays [1, T] of documents behind each other, and where they begin; none gives padding alone."""
+        """Batch arrays [1, T] of a step's documents behind each other, and where they begin; none gives padding
+        alone."""
         ...
 
 
@@ -96,8 +97,8 @@ class StepDocuments:
     """Tokens that a micro-batch may have."""
 
     def numbers(self) -> dict[str, float]:
-        """Numbers for the metrics: documents, micro-batches per rank, and the share of all positions that is
-        padding."""
+        """Numbers of a step's documents for the metrics: documents, micro-batches per rank, and the share of all
+        positions that is padding."""
         parts = [part for rank in self.assignment for part in rank]
         positions = sum(padded_length(int(self.lengths_N[part].sum()), self.most) for part in parts)
         padding = 1 - float(self.lengths_N.sum()) / positions
@@ -182,11 +183,12 @@ class RowSteps:
         self._ahead: _Ahead | None = None
 
     def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Samples are rows, all of one length."""
+        """Weights of samples for steps of rows, all of one length."""
         return weights
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
-        """Build this rank's rows of a step; one with fewer rows than others is filled up with a row without targets."""
+        """Build a step's samples of this rank, rows; one with fewer rows than others is filled up with a row without
+        targets."""
         ahead = self._ahead
         known = ahead is not None and ahead.mixture is mixture and ahead.skips is mixture.skips
         if ahead is None or not known or start not in ahead.steps:
@@ -195,7 +197,7 @@ class RowSteps:
         return ahead.steps.pop(start)
 
     def _made(self, mixture: Mixture, start: int, number: int) -> dict[int, BuiltStep]:
-        """So many steps, by their first samples."""
+        """So many steps of rows, by their first samples."""
         samples = mixture.following(start, number * self.size).reshape(number, self.size)
         samples = samples[:, self._rank :: self._world]
         picks = mixture.picks(samples.ravel())
@@ -241,12 +243,13 @@ class DocumentSteps:
         self._mean = max(1.0, tokens_there / max(1, documents))
 
     def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Users weigh tokens; a sample is a document, which has more of them in one domain than in another."""
+        """Weights of samples for steps of documents: users weigh tokens; a document has more of them in one domain than
+        in another."""
         rows, tokens = self._prepared.num_rows, self._prepared.num_tokens
         return {name: weight * rows[name] / tokens[name] if weight else weight for name, weight in weights.items()}
 
     def build(self, mixture: Mixture, start: int) -> BuiltStep:
-        """Build a step: each micro-batch is [1, T], filled up with padding to one of a few lengths."""
+        """Build a step of documents: each micro-batch is [1, T], filled up with padding to one of a few lengths."""
         picks, lengths_N = self._next(mixture, start, self.size)
         assignment = self.assign(lengths_N, self.room)
         check_assignment(assignment, lengths_N, self.room)
@@ -272,7 +275,7 @@ class DocumentSteps:
         return start
 
     def _next(self, mixture: Mixture, start: int, tokens: int) -> tuple[Picks, np.ndarray]:
-        """The documents of the step that begins at a sample, and their tokens."""
+        """The next documents of the step that begins at a sample, and their tokens."""
         number = int(tokens / self._mean) + BLOCK
         while True:
             picks = _picks(mixture, start, number)
@@ -285,7 +288,7 @@ class DocumentSteps:
 
 
 def _filled(values: np.ndarray, blank: np.ndarray, number: int) -> np.ndarray:
-    """Values of `number` steps, with one blank row behind those of each."""
+    """Values of `number` steps filled up, with one blank row behind those of each."""
     rows, rest = len(values) // number, values.shape[1:]
     every = np.broadcast_to(blank, (number, *blank.shape))
     return np.concatenate([values.reshape(number, rows, *rest), every], axis=1).reshape(number * (rows + 1), *rest)

@@ -24,7 +24,7 @@ class StepWorker:
         self._thread.start()
 
     def get(self) -> BuiltStep:
-        """The next step; raises what its build raised."""
+        """The next step from the worker; raises what its build raised."""
         built: BuiltStep | None = None
         if self._error is None:
             built, self._error = self._queue.get()
@@ -34,7 +34,7 @@ class StepWorker:
         return built
 
     def close(self) -> None:
-        """End the thread; what it has made is thrown away."""
+        """Close the worker: end the thread; the steps that it has made are thrown away."""
         self._stop.set()
         while self._thread.is_alive():
             try:  # the thread may be before a full queue

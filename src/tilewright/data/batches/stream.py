@@ -111,13 +111,13 @@ class Stream:
         self._log.begin(opening_rows(self._mixture, self._size))
 
     def _weights(self, weights: Mapping[str, float] | None) -> Mapping[str, float]:
-        """Of samples, by domain."""
+        """Weights of the stream's samples, by domain."""
         if not weights:
             return check_weights(self._prepared.num_rows, tuple(self._prepared.num_rows))
         return self._cut.weights(check_weights(weights, tuple(self._prepared.num_rows)))
 
     def next_step(self) -> list[Batch]:
-        """This rank's micro-batches of the next optimizer step; as many on every rank.
+        """The stream's next step: this rank's micro-batches; as many on every rank.
 
         A rank with fewer rows than the others is filled up with a row that has no targets.
         """
@@ -133,18 +133,19 @@ class Stream:
         return built.batches
 
     def numbers(self) -> dict[str, float]:
-        """Numbers for the metrics of the step that `next_step` gave last: seconds of reading and of making it, and
-        numbers of its documents."""
+        """The stream's numbers for the metrics of the step that `next_step` gave last: seconds of reading and of making
+        it, and numbers of its documents."""
         times = {"read_s": self.read_s, "prepare_s": self.prepare_s}
         return times | (self.documents.numbers() if self.documents else {})
 
     @property
     def takes_documents(self) -> bool:
-        """True if steps are of documents, whose places can be assigned."""
+        """True if steps of the stream are of documents, whose places can be assigned."""
         return isinstance(self._cut, DocumentSteps)
 
     def assign_with(self, assign: Assign) -> None:
-        """Let `assign` say, from the next step on, which micro-batch of which rank gets each document.
+        """Assign documents of the stream: let `assign` say, from the next step on, which micro-batch of which rank gets
+        each document.
 
         Call it on every rank after the same step, with functions that give the same. What was made ahead is thrown away
         and made again.
@@ -159,26 +160,26 @@ class Stream:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The names of the domains, in the mixture's order."""
+        """The names of the stream's domains, in the mixture's order."""
         return self._mixture.domains
 
     @property
     def num_rows(self) -> Mapping[str, int]:
-        """Number of training rows of each domain."""
+        """Number of training rows of each domain of the stream."""
         return self._prepared.num_rows
 
     @property
     def num_samples(self) -> Mapping[str, int]:
-        """Samples of each domain up to the next step, near a block's end exact."""
+        """Samples of each domain up to the stream's next step, near a block's end exact."""
         return dict(zip(self._mixture.domains, self._mixture.counts(self._next), strict=True))
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights of samples, by domain, that hold from the next block on."""
+        """Weights of the stream's samples, by domain, that hold from the next block on."""
         return self._mixture.weights()
 
     def samples_of(self, step: int) -> Sequence[int]:
-        """The samples of a step, over all ranks, also where the size of a step changed before it.
+        """The samples of a step of the stream, over all ranks, also where the size of a step changed before it.
 
         Args:
             step: counted from 0.
@@ -201,8 +202,8 @@ class Stream:
         return [one for one in range(start, stop) if not any(a <= one < b for a, b in mixture.skips)]
 
     def mix_with(self, weights: Mapping[str, float] | None) -> int | None:
-        """Mix with `weights` (empty: in proportion to the rows) from the next block boundary on, where that is not
-        what was asked for last; returns the first sample that they hold for, None where nothing changes.
+        """Mix the stream with `weights` (empty: in proportion to the rows) from the next block boundary on, where that
+        is not what was asked for last; returns the first sample that they hold for, None where nothing changes.
 
         Call it on every rank after the same step. What was made ahead is thrown away and made again.
         """
@@ -213,7 +214,7 @@ class Stream:
         return self._add_stage(mine, "data.weights changed")
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """Change the weights as `mix_with` does, without a user's request: the weights that were asked for stay
+        """Move the stream's weights as `mix_with` does, without a user's request: the weights that were asked for stay
         recorded, and a resume does not return to them.
 
         Args:
@@ -224,8 +225,8 @@ class Stream:
         return None if dict(mine) == self._wanted else self._add_stage(mine, why)
 
     def leave_away(self, domains: Collection[str], why: str) -> int | None:
-        """Leave these domains out from the next block boundary on, and no others: the rest has the weights among itself
-        that were asked for. Returns the first sample, None where nothing changes.
+        """Leave domains that are away out of the stream from the next block boundary on, and no others: the rest has
+        the weights among itself that were asked for. Returns the first sample, None where nothing changes.
 
         Call it on every rank after the same step.
 
@@ -250,13 +251,14 @@ class Stream:
         return start
 
     def _forget(self) -> None:
-        """Stages that are over are in the log alone."""
+        """Forget stages of the stream that are over; they are in the log alone."""
         old, skips = self._mixture, self._mixture.skips
         self._mixture = Mixture(old.seed, self._prepared.num_rows, old.since(self._next), old.order)
         self._mixture.skips = [one for one in skips if one[1] > self._next]
 
     def leave_out(self, first: int, stop: int, why: str) -> tuple[int, int] | None:
-        """Leave out samples from `first` to before `stop`, those that are still to come; returns them, or None.
+        """Leave out of the stream samples from `first` to before `stop`, those that are still to come; returns them, or
+        None.
 
         Call it on every rank after the same step.
         """
@@ -269,7 +271,7 @@ class Stream:
         return first, stop
 
     def keep_log(self, path: Path) -> KeptLog:
-        """Have the log in this file from now on, and in memory no longer; the first of several ranks does.
+        """Keep the stream's log in this file from now on, and in memory no longer; the first of several ranks does.
 
         Args:
             path: of the run's log, or of none. A log there that does not belong to this stream's state is renamed, and
@@ -285,7 +287,7 @@ class Stream:
         return KeptLog(lost, asked_skips(behind))
 
     def read_log(self, path: Path, mark: Mark | None) -> None:
-        """Tell of samples what this log of the run says, also behind the state that was loaded.
+        """Read the stream's log of the run about samples, also behind the state that was loaded.
 
         Args:
             path: of the log, which another process may be writing.
@@ -297,7 +299,7 @@ class Stream:
         self._told = read_rows(self._log.read_in(path, mark), self._mixture, path)
 
     def _past(self) -> tuple[Mixture, list[Position]]:
-        """All stages and sizes of steps."""
+        """All stages and sizes of steps of the stream."""
         if self._told is not None:
             return self._told
         if self._history is None or self._history[0] != self._log.mark:
@@ -305,7 +307,7 @@ class Stream:
         return self._history[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resume needs; plain JSON values, of one size however often the weights moved."""
+        """The stream's state that a resume needs; plain JSON values, of one size however often the weights moved."""
         skips = [list(one) for one in self._mixture.skips if one[1] > self._next]
         return {
             "seed": self._mixture.seed,
@@ -321,7 +323,7 @@ class Stream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, with its seed and weights and this stream's size of a step.
+        """Restore the stream where `state` was taken, with its seed and weights and this stream's size of a step.
 
         A state of a version that kept all stages brings its log with it. One without sizes counts as one of steps of
         this stream's size.
@@ -352,7 +354,8 @@ class Stream:
             self._log.append(size_row(self._size))
 
     def explain(self, sample: int) -> dict[str, Any]:
-        """Where a sample comes from: domain, epoch, row and the documents in it. Of a stage that is over the log tells.
+        """Explain a sample of the stream: domain, epoch, row and the documents in it. Of a stage that is over the log
+        tells.
 
         Raises:
             DataError: that is not at hand.
@@ -372,7 +375,7 @@ class Stream:
         }
 
     def close(self) -> None:
-        """Stop the thread. The stream can be used again afterwards."""
+        """Close the stream: stop the thread. It can be used again afterwards."""
         if self._worker:
             self._worker.close()
             self._worker = None

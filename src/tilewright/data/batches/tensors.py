@@ -14,7 +14,7 @@ Batch = dict[str, "torch.Tensor"]
 
 
 def as_tensors(arrays: Mapping[str, np.ndarray]) -> Batch:
-    """The arrays as tensors that share their memory."""
+    """A batch's arrays as tensors that share their memory."""
     import torch
 
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

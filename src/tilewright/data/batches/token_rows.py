@@ -40,7 +40,7 @@ class TextRows:
     trained: np.ndarray | None = None
 
     def gather(self, rows_B: np.ndarray) -> dict[str, np.ndarray]:
-        """A batch of rows: input_ids, labels, positions int64 [B, S] and segments int32 [B, S].
+        """Gather a batch of token rows: input_ids, labels, positions int64 [B, S] and segments int32 [B, S].
 
         Padding has input 0, label `IGNORE`, position 0, segment -1. Positions restart at 0 in every piece.
         """
@@ -54,7 +54,8 @@ class TextRows:
         return {name: laid_out(name, values, used_B, self.row_length) for name, values in flat.items()}
 
     def join(self, rows_N: np.ndarray, length: int) -> dict[str, np.ndarray]:
-        """input_ids, labels, positions and segments [1, T] of rows that hold one piece each, behind each other.
+        """Join token rows that hold one piece each, behind each other: input_ids, labels, positions and segments [1,
+        T].
 
         Args:
             rows_N: the rows; may be none.
@@ -68,7 +69,7 @@ class TextRows:
         return self.packing.lengths_P[self.packing.first_R[rows_N]].astype(np.int64)
 
     def _flat(self, pieces: np.ndarray, segments: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Arrays of the pieces behind each other, and the length of each."""
+        """Arrays of the pieces of token rows behind each other, and the length of each."""
         starts, lengths = self.packing.starts_P[pieces], self.packing.lengths_P[pieces].astype(np.int64)
         at = ragged_arange(starts, lengths)
         return {
@@ -84,7 +85,7 @@ class TextRows:
         return np.where(self.trained[at] != 0, self.tokens[at].astype(np.int64), IGNORE)
 
     def num_target_bytes(self, rows_B: np.ndarray, sizes: np.ndarray) -> int:
-        """UTF-8 bytes of the text that the targets of the rows stand for.
+        """UTF-8 bytes of the text that the targets of token rows stand for.
 
         Args:
             rows_B: the rows.
@@ -96,13 +97,13 @@ class TextRows:
         return int(sizes[at + self.shifted].sum(dtype=np.int64))
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
-        """(first stream position, length) of the pieces of documents in one row."""
+        """(first stream position, length) of the pieces of documents in one token row."""
         span = slice(self.packing.first_R[row], self.packing.first_R[row + 1])
         return list(zip(self.packing.starts_P[span].tolist(), self.packing.lengths_P[span].tolist(), strict=True))
 
 
 def laid_out(name: str, values: np.ndarray, used_B: np.ndarray, length: int) -> np.ndarray:
-    """Values of rows of text, given behind each other, as a padded batch [B, S].
+    """Token rows laid out: values, given behind each other, as a padded batch [B, S].
 
     Args:
         name: of the batch array, which decides dtype and filling.
@@ -120,7 +121,7 @@ def laid_out(name: str, values: np.ndarray, used_B: np.ndarray, length: int) -> 
 
 
 def starts_of(lengths_N: np.ndarray, length: int) -> np.ndarray:
-    """First tokens of documents behind each other, of the padding behind them, and the end: int32.
+    """In token rows, first tokens of documents behind each other, of the padding behind them, and the end: int32.
 
     Example:
         >>> starts_of(np.array([3, 2]), 8).tolist(), starts_of(np.array([3, 2]), 5).tolist()

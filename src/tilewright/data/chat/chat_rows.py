@@ -176,7 +176,7 @@ def without_none(value: Any) -> Any:
 
 
 def _pair_of_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A pair as OpenAI's fine-tuning takes it, with the names of others; any other row as it is."""
+    """A chat row's pair as OpenAI's fine-tuning takes it, with the names of others; any other row as it is."""
     asked = row.get("input")
     if "preferred_output" not in row or not isinstance(asked, dict):
         return row
@@ -186,7 +186,7 @@ def _pair_of_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _not_read(row: Mapping[str, Any], found: Row) -> list[str]:
-    """Names of the fields of a row whose texts are not in what is made of it, such as ids and sources."""
+    """Names of the fields of a chat row whose texts are not in what is made of it, such as ids and sources."""
     used = "\n".join(text.strip() for text in _texts(found))
     left = []
     for name, value in row.items():
@@ -244,7 +244,8 @@ def _question(row: Mapping[str, Any]) -> str:
 
 
 def _history(row: Mapping[str, Any]) -> list[Row]:
-    """Alpaca's earlier turns: pairs of a question and its answer, which is trained too (as LLaMA-Factory does)."""
+    """Alpaca's earlier turns in a chat row: pairs of a question and its answer, which is trained too (as LLaMA-Factory
+    does)."""
     turns = parsed(row.get("history")) or []
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         raise ChatError("history that is no list of questions and answers")

@@ -97,7 +97,7 @@ def _given(chosen: str, own: dict[str, str], setting: str) -> tuple[str, str]:
 
 
 def folder_templates(folder: Path) -> dict[str, str]:
-    """Chat templates of a model's folder by name; the one that is used where none is named is "default".
+    """Chat templates of a model's folder to load, by name; the one that is used where none is named is "default".
 
     Read from chat_template.jinja and additional_chat_templates/*.jinja, else from chat_template.json, else from
     tokenizer_config.json.
@@ -127,7 +127,8 @@ def _in_json(file: Path) -> dict[str, str]:
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that a chat template may call `bos_token`, `eos_token` and so on, from the files of a tokenizer."""
+    """The names of tokens with which a chat template is loaded: `bos_token`, `eos_token` and so on, from the files of a
+    tokenizer."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", CONFIG):
         if not (folder / name).is_file():

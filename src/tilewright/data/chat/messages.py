@@ -62,7 +62,7 @@ def read_messages(items: Sequence[Any]) -> list[Row]:
 
 
 def say(role: str, content: Any) -> Row:
-    """A message whose content is a text, or parts of one.
+    """A message with a content that is a text, or parts of one.
 
     Raises:
         ChatError: it is something else.
@@ -75,7 +75,7 @@ def say(role: str, content: Any) -> Row:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ChatError where messages are empty, or not in an order in which people and models talk.
+    """Raise ChatError where chat messages are empty, or not in an order in which people and models talk.
 
     System messages come first, then the user; user and assistant alternate, and tools answer the assistant.
     """
@@ -109,7 +109,7 @@ def is_trained(message: Mapping[str, Any]) -> bool:
 
 
 def parsed(value: Any) -> Any:
-    """The list or object that a message has as JSON text; anything else as it is."""
+    """A part of a message parsed: the list or object that it has as JSON text; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -158,7 +158,8 @@ def _message(item: Any) -> Row:
 
 
 def _weight(item: Mapping[str, Any], role: str) -> int:
-    """1 or 0: whether a message is trained, where it is an answer. Of others nothing is trained, whatever they say."""
+    """The weight of a message, 1 or 0: true if it is trained, where it is an answer. Of others nothing is trained,
+    whatever they say."""
     if any(item.get(name) for name in _DETAILS):
         raise ChatError("train_detail, of parts of an answer, is not read")
     said = {name: item[name] for name in _WEIGHTS if item.get(name) is not None}
@@ -180,7 +181,7 @@ def _part(part: Any) -> str:
 
 
 def _in_order_of_calls(messages: list[Row]) -> list[Row]:
-    """Results behind the calls that they answer by their ids, which most templates do not write.
+    """Messages of results behind the calls that they answer by their ids, which most templates do not write.
 
     Raises:
         ChatError: a result of no call.

@@ -108,12 +108,13 @@ def pack_chat(
 
 
 def _in_pairs(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packing:
-    """Two pieces in each row."""
+    """Packed pairs of conversations: two pieces in each row."""
     return Packing(starts, lengths.astype(np.int32), np.arange(0, len(starts) + 1, 2))
 
 
 def _equal(ids: np.ndarray, length_N: np.ndarray, seq_len: int) -> np.ndarray:
-    """Of each pair whether its two pieces, one behind the other in `ids`, are equal in what a row keeps of them."""
+    """Of each packed pair of conversations whether its two pieces, one behind the other in `ids`, are equal in what a
+    row keeps of them."""
     starts = np.cumsum(length_N) - length_N
     kept = np.minimum(length_N, seq_len + 1)  # the target of the last position too
     pieces = [ids[start : start + num] for start, num in zip(starts.tolist(), kept.tolist(), strict=True)]
@@ -121,7 +122,7 @@ def _equal(ids: np.ndarray, length_N: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _set_aside(account: dict[str, Any], table: pa.Table, reason: np.ndarray, lost: dict[str, dict[str, int]]) -> None:
-    """Move conversations of which no rendering is left from used to refused.
+    """Set aside conversations that are not packed: move those of which no rendering is left from used to refused.
 
     Args:
         account: what `Account.summary` gives; changed.

@@ -44,7 +44,7 @@ class RenderedText:
         return "".join(self.text.split())
 
     def has(self, bare: str, times: int) -> bool:
-        """True if a text stands in it so many times."""
+        """True if a said text stands in a rendered one so many times."""
         forms = {bare, json.dumps(bare, ensure_ascii=False)[1:-1], json.dumps(bare)[1:-1]}
         if sum(self.text.count(form) for form in forms) >= times:
             return True
@@ -52,14 +52,14 @@ class RenderedText:
 
 
 def lost(leaves: Sequence[Leaf], text: RenderedText) -> list[Leaf]:
-    """The leaves, all of one rendering, that the text holds less often than they occur."""
+    """Said texts that are lost: leaves, all of one rendering, that the text holds less often than they occur."""
     said = Counter(leaf.text.strip() for leaf in leaves)
     short = {bare for bare, count in said.items() if not text.has(bare, count)}
     return [leaf for leaf in leaves if leaf.text.strip() in short]
 
 
 def leaves_of(messages: Sequence[Mapping[str, Any]]) -> list[Leaf]:
-    """The texts of messages in the one form."""
+    """The said texts of messages in the one form."""
     found = []
     called: set[str] = set()
     for i, message in enumerate(messages):
@@ -73,13 +73,13 @@ def leaves_of(messages: Sequence[Mapping[str, Any]]) -> list[Leaf]:
 
 
 def leaves_of_tools(tools: Sequence[Mapping[str, Any]]) -> list[Leaf]:
-    """The names and descriptions of tools and of their parameters."""
+    """The names and descriptions of tools and of their parameters, as said texts."""
     texts = (text for tool in tools for text in _texts(tool.get("function", tool), _OF_SCHEMA))
     return [Leaf(text, "tools", -1, "", True) for text in texts if text.strip()]
 
 
 def left_out(leaf: Leaf) -> ChatError:
-    """The error of a text that a template does not render."""
+    """The error of a said text that a template does not render."""
     where = "" if leaf.message < 0 else f" of role {leaf.role!r}"
     return ChatError(f"{leaf.field}{where} that the template leaves out", got=leaf.text[:80])
 

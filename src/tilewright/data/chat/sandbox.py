@@ -71,7 +71,7 @@ class RenderedTexts:
     found: Sequence[str | TemplateError | TemplateLimitError]
 
     def text(self, variables: Mapping[str, Any], mark_generation: bool) -> str | None:
-        """The text that `LimitedTemplate.render` would give, where it is here; else None.
+        """A text rendered in the sandbox that `LimitedTemplate.render` would give, where it is here; else None.
 
         Raises:
             TemplateError: the template raises.
@@ -114,7 +114,7 @@ class LimitedTemplate:
         self._call([])
 
     def render(self, variables: Mapping[str, Any], mark_generation: bool = False) -> str:
-        """Render messages by the chat template to text, or with marks around `{% generation %}` blocks.
+        """Render messages in the sandbox of chat templates to text, or with marks around `{% generation %}` blocks.
 
         Args:
             variables: what the template gets; what JSON can hold.
@@ -135,7 +135,7 @@ class LimitedTemplate:
         return found
 
     def render_all(self, wanted: Sequence[TextsWanted]) -> list[RenderedTexts]:
-        """Render all texts of several conversations in one request to the process of chat templates.
+        """Render all texts of several conversations in one request to the sandbox's process of chat templates.
 
         Args:
             wanted: of each conversation.
@@ -149,7 +149,7 @@ class LimitedTemplate:
 
     @contextmanager
     def knowing(self, texts: Sequence[RenderedTexts]) -> Iterator[None]:
-        """While this lasts, `render` looks its texts up in these first."""
+        """While this lasts, the sandbox knows texts, `render` looks its texts up in these first."""
         self._known = texts
         try:
             yield
@@ -179,7 +179,8 @@ def _raised(found: Mapping[str, str]) -> TemplateError | TemplateLimitError:
 
 @lru_cache(maxsize=1)
 def template_process(pid: int) -> LimitedProcess:
-    """The process of chat templates of the process `pid`, which must be the caller's (see `readers.worker`)."""
+    """The sandbox's process of chat templates of the process `pid`, which must be the caller's (see
+    `readers.worker`)."""
     assert pid == os.getpid()
     return LimitedProcess(__name__)
 
@@ -217,8 +218,8 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def compile_template(source: str, mark_generation: bool = False) -> jinja2.Template:
-    """A template that renders as transformers renders it, or with marks around its `{% generation %}` blocks. Only for
-    the process of templates: nothing limits it here.
+    """Compile a template in the sandbox that renders as transformers renders it, or with marks around its `{%
+    generation %}` blocks. Only for the process of templates: nothing limits it here.
 
     Raises:
         jinja2.TemplateError: it is not a template.
@@ -245,7 +246,8 @@ def _raise(message: str) -> None:
 
 
 def split_marks(text: str) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-    """A rendered conversation without marks, and the character ranges in it that the two pairs enclosed.
+    """Split the sandbox's marks from a rendered conversation: it without them, and the character ranges in it that the
+    two pairs enclosed.
 
     Returns:
         The text, ranges of `{% generation %}` blocks, ranges of control tokens that are text.
@@ -274,7 +276,7 @@ def split_marks(text: str) -> tuple[str, list[tuple[int, int]], list[tuple[int, 
 
 
 def without_marks(value: Any) -> Any:
-    """A message without characters that would be taken for marks of a chat template."""
+    """A message for the sandbox without characters that would be taken for marks of a chat template."""
     if isinstance(value, str):
         return _ANY_MARK.sub("", value)
     if isinstance(value, dict):
@@ -285,7 +287,7 @@ def without_marks(value: Any) -> Any:
 
 
 def _answers() -> Any:
-    """The answer of the process to a request; it keeps the templates that it has compiled."""
+    """The answer of the sandbox's process to a request; it keeps the templates that it has compiled."""
     kept = Kept(lambda given: [compile_template(given["source"], mark) for mark in (False, True)], _KEPT)
 
     def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -51,13 +51,13 @@ class Ending:
     text: str = ""
 
     def with_stops(self, ids: Iterable[int]) -> Stops:
-        """All tokens that end an answer, with what the tokenizer and its folder declare."""
+        """All stop tokens, which end an answer, with what the tokenizer and its folder declare."""
         own = () if self.id is None else (self.id,)
         return Stops(tuple(dict.fromkeys((*own, *ids))), (self.text,) if self.text else ())
 
 
 def ending(tokenizer: Tokenizer, control: re.Pattern[str], tail: str, question: str, result: str) -> Ending:
-    """How a layout ends an answer.
+    """How a layout ends an answer, by which stops.
 
     Args:
         tokenizer: of the model.
@@ -85,7 +85,7 @@ def ending(tokenizer: Tokenizer, control: re.Pattern[str], tail: str, question: 
 
 
 def _next_turn(tokenizer: Tokenizer, control: re.Pattern[str], tail: str, follows: str) -> tuple[int | None, str]:
-    """The token that begins the next turn, and what is written behind `tail` up to and with it."""
+    """The stop token that begins the next turn, and what is written behind `tail` up to and with it."""
     blank = len(follows) - len(follows.lstrip())
     name = control.match(follows, blank)
     if name is None or not follows.startswith(tail):
@@ -97,6 +97,6 @@ def _next_turn(tokenizer: Tokenizer, control: re.Pattern[str], tail: str, follow
 
 
 def _end_of_text(tokenizer: Tokenizer) -> str:
-    """Its name, where a text that has it is encoded as it; "" else."""
+    """The name of a stop, the end of a text, where a text that has it is encoded as it; "" else."""
     added = tokenizer.backend.get_added_tokens_decoder().get(tokenizer.eos_id)
     return added.content if added is not None else ""

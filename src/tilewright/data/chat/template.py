@@ -92,8 +92,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str, tokenizer: Tokenizer, chosen: str = "") -> "ChatTemplate":
-        """The template of a model's folder, or the one `chosen`; see `load.template_source`. What the folder declares
-        as the end of a text ends an answer too."""
+        """Load the chat template of a model's folder, or the one `chosen`; see `load.template_source`. What the folder
+        declares as the end of a text ends an answer too."""
         source, where = template_source(chosen, folder)
         if not folder:
             return cls(source, tokenizer, {}, where)
@@ -101,7 +101,7 @@ class ChatTemplate:
         return cls(source, tokenizer.stopping_at(declared_stops(path)), named_tokens(path), where)
 
     def save(self, folder: Path | str) -> None:
-        """Write the chat template, and the names of tokens that it uses, where `load` and transformers find them.
+        """Save the chat template, and the names of tokens that it uses, where `load` and transformers find them.
 
         Args:
             folder: of a saved tokenizer.
@@ -142,7 +142,7 @@ class ChatTemplate:
     def wanted(
         self, messages: Sequence[Message], cuts: Sequence[tuple[int, bool]], given: TemplateArguments = NO_ARGUMENTS
     ) -> TextsWanted:
-        """Beginnings of a conversation that will be rendered, for `ahead`.
+        """Beginnings of a conversation that the chat template will render, for `ahead`.
 
         Args:
             messages: as in `render`.
@@ -158,7 +158,8 @@ class ChatTemplate:
         return TextsWanted(self._variables(plain, False, clean), parts)
 
     def ahead(self, wanted: Sequence[TextsWanted]) -> list[RenderedTexts]:
-        """Render beginnings of several conversations, in one request to the process of templates.
+        """Render beginnings of several conversations ahead by the chat template, in one request to the process of
+        templates.
 
         Args:
             wanted: what `wanted` gives of each.
@@ -174,7 +175,7 @@ class ChatTemplate:
             return self._template.render_all(wanted)
 
     def knowing(self, texts: Sequence[RenderedTexts]) -> AbstractContextManager[None]:
-        """While this lasts, `texts` are not rendered again."""
+        """While this lasts, the chat template does not render `texts` again."""
         return self._template.knowing(texts)
 
     def marked(
@@ -185,7 +186,7 @@ class ChatTemplate:
         *,
         answers: bool = False,
     ) -> str:
-        """The text of a conversation with the marks of `sandbox.split_marks` in it.
+        """The text of a conversation by the chat template with the marks of `sandbox.split_marks` in it.
 
         Args:
             messages: as in `render`.
@@ -217,7 +218,7 @@ class ChatTemplate:
     def encode_rendered(
         self, text: str, names: Sequence[tuple[int, int]] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a rendered conversation, and the character range of each.
+        """Token ids of a conversation that the chat template rendered, and the character range of each.
 
         Args:
             text: with control tokens.
@@ -237,12 +238,12 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """True if the template says by `{% generation %}` blocks what the assistant wrote."""
+        """True if the chat template says by `{% generation %}` blocks what the assistant wrote."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
 
     @cached_property
     def argument_text(self) -> bool:
-        """True if the template writes the arguments of a tool call from their JSON text, and not from an object.
+        """True if the chat template writes the arguments of a tool call from their JSON text, and not from an object.
 
         Found by rendering one: with an object such templates raise, or write it as Python would.
         """
@@ -264,7 +265,7 @@ class ChatTemplate:
             return None
 
     def renders_with(self, tokens: Mapping[str, str]) -> bool:
-        """True if a conversation is rendered the same where the template may call tokens by these names."""
+        """True if the chat template renders a conversation the same where it may call tokens by these names."""
         talk = [_said("user"), _said("assistant")]
         other = ChatTemplate(self.source, self.tokenizer, {**self.tokens, **tokens}, self.where)
         try:
@@ -288,7 +289,8 @@ class ChatTemplate:
 
     @cached_property
     def ending(self) -> Ending:
-        """How the template ends an answer, found by rendering one: as the last, before a question, before a result."""
+        """How the chat template ends an answer, found by rendering one: as the last, before a question, before a
+        result."""
         before = [_said("user"), _said("assistant", _WORD * 2)]
         tail = self._behind(before)
         if tail is None:
@@ -297,7 +299,7 @@ class ChatTemplate:
         return ending(self.tokenizer, self.control_pattern, tail, follows[0], follows[1])
 
     def _behind(self, messages: list[Any]) -> str | None:
-        """The text that is rendered behind the probe's answer; None where the template does not take it."""
+        """The text that the chat template renders behind the probe's answer; None where it does not take it."""
         try:
             return self._render(messages, False).rpartition(_WORD * 2)[2]
         except ChatError:
@@ -305,7 +307,7 @@ class ChatTemplate:
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
-        """Finds names of control tokens; see the top of this file."""
+        """The pattern that finds names of control tokens in a chat template's text; see the top of this file."""
         added = {token.content: token.special for token in self._backend.get_added_tokens_decoder().values()}
         between = ""
         for messages in ([_said("system"), _said("user"), _said("assistant"), _said("user")], [_said("user")]):
@@ -344,7 +346,7 @@ class ChatTemplate:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of the process of templates, as errors of a conversation or of the template."""
+        """Errors of the process of templates, as errors of a conversation or of the chat template."""
         try:
             yield
         except TemplateLimitError as error:
@@ -375,8 +377,8 @@ def _said(role: str, content: str = _WORD) -> dict[str, str]:
 
 
 def _readable(message: Message, argument_text: bool) -> dict[str, Any]:
-    """A message as transformers hands it to a template: nothing that is None, reasoning under both of its names, and
-    arguments of tool calls in the form that the template takes, whichever they are given in."""
+    """A message for a chat template as transformers hands it to a template: nothing that is None, reasoning under both
+    of its names, and arguments of tool calls in the form that the template takes, whichever they are given in."""
     kept = {key: without_marks(value) for key, value in message.items() if value is not None}
     if isinstance(kept.get("tool_calls"), list):
         kept["tool_calls"] = [with_arguments(call, text=argument_text) for call in kept["tool_calls"]]

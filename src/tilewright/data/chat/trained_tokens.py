@@ -82,16 +82,17 @@ class Talk:
 
     @cached_property
     def bare(self) -> list[dict[str, Any]]:
-        """The messages as a template gets them."""
+        """The messages of a talk as a template gets them, before tokens are trained."""
         return [{key: value for key, value in message.items() if key != "weight"} for message in self.messages]
 
     @cached_property
     def weighed(self) -> list[int]:
-        """Numbers of the messages that are trained: answers of the assistant."""
+        """Numbers of the messages whose tokens are trained: answers of the assistant."""
         return [i for i, message in enumerate(self.messages) if i >= self.first and is_trained(message)]
 
     def asked(self, chat: ChatTemplate) -> list[TextsWanted]:
-        """Texts that its rendering needs, see `ChatTemplate.wanted`; none where no answer is trained."""
+        """Texts that a talk's rendering needs to find its trained tokens, see `ChatTemplate.wanted`; none where no
+        answer is trained."""
         bare, answers = self.bare, self.weighed
         if not answers:
             return []
@@ -104,7 +105,7 @@ class Talk:
 
     @property
     def without_tools(self) -> TemplateArguments:
-        """Variables beside the messages, and no tools."""
+        """A talk without tools: variables beside the messages."""
         return TemplateArguments((), self.given.variables)
 
 
@@ -117,7 +118,7 @@ def without_call(messages: Sequence[Message], number: int) -> list[Message]:
 def samples(
     chat: ChatTemplate, messages: Sequence[Message], first: int = 0, given: TemplateArguments = NO_ARGUMENTS
 ) -> list[ChatSample]:
-    """Renderings that together train each answer of a conversation once, with which tokens are trained; usually one.
+    """Renderings that together train each answer of a conversation once, with their trained tokens; usually one.
 
     Args:
         chat: the template.
@@ -173,7 +174,7 @@ def render_talks(chat: ChatTemplate, talks: Sequence[Talk]) -> Iterator[Rendered
 
 
 def _asked(chat: ChatTemplate, talk: Talk) -> list[TextsWanted]:
-    """Texts that a conversation needs; none of one whose error comes when it is rendered."""
+    """Texts that a conversation needs to find its trained tokens; none of one whose error comes when it is rendered."""
     try:
         return talk.asked(chat)
     except ChatError:
@@ -181,7 +182,8 @@ def _asked(chat: ChatTemplate, talk: Talk) -> list[TextsWanted]:
 
 
 def _together(chat: ChatTemplate, wanted: Sequence[TextsWanted]) -> list[RenderedTexts]:
-    """The texts of several conversations; none where they cannot be had in one request."""
+    """The texts of several conversations together, to find trained tokens; none where they cannot be had in one
+    request."""
     try:
         return chat.ahead(wanted)
     except (ChatError, TemplateTooMuchError):
@@ -232,7 +234,8 @@ class _Rendering:
 
     @classmethod
     def of(cls, chat: ChatTemplate, messages: Sequence[Message], given: TemplateArguments) -> "_Rendering":
-        """The rendering of messages; where an answer is the last of them, with its end."""
+        """A rendering of messages, whose trained tokens are sought; where an answer is the last of them, with its
+        end."""
         text, _, names = split_marks(chat.marked(messages, given=given))
         closed, last = text, messages[-1]
         if last.get("role") == "assistant":
@@ -241,16 +244,17 @@ class _Rendering:
 
     @cached_property
     def columns(self) -> np.ndarray:
-        """The first and the last character of each id, int64 [2, T]."""
+        """The first and the last character of each id of a rendering, int64 [2, T], to find trained tokens."""
         return np.array(self.ranges, np.int64).reshape(-1, 2).T
 
     def spans(self, chat: ChatTemplate, answer: "_Answer") -> list[tuple[int, int]]:
-        """Character ranges of an answer, with its end."""
+        """Character ranges of an answer whose tokens are trained, with its end."""
         *before, (begin, end) = answer.spans
         return [*before, (begin, _with_end(chat, self.text, end))]
 
     def has(self, answer: _Answer) -> bool:
-        """True if it begins with what an answer's own rendering begins with, token by token, up to the answer's end."""
+        """True if a rendering with trained tokens begins with what an answer's own rendering begins with, token by
+        token, up to the answer's end."""
         end = answer.spans[-1][1]
         if not self.text.startswith(answer.text[:end]):
             return False
@@ -261,7 +265,7 @@ class _Rendering:
 
 
 def _sample(rendering: _Rendering, answers: Sequence[Sequence[tuple[int, int]]]) -> ChatSample:
-    """A rendering in which answers, by the ranges of each, are trained."""
+    """A sample: a rendering in which answers, by the ranges of each, have trained tokens."""
     spans = [span for answer in answers for span in answer]
     first_T, last_T = rendering.columns
     trained_T = np.zeros(len(rendering.ids), bool)
@@ -272,7 +276,7 @@ def _sample(rendering: _Rendering, answers: Sequence[Sequence[tuple[int, int]]])
 
 
 def _answer(chat: ChatTemplate, messages: Sequence[Message], answer: int, given: TemplateArguments) -> _Answer:
-    """An answer in its own rendering.
+    """An answer in its own rendering, whose tokens are trained.
 
     Raises:
         ChatError: it is not in there, or does not show.
@@ -293,7 +297,7 @@ def _answer(chat: ChatTemplate, messages: Sequence[Message], answer: int, given:
 def _range(
     chat: ChatTemplate, messages: Sequence[Message], answer: int, given: TemplateArguments
 ) -> tuple[str, int, int]:
-    """The rendering that ends with an answer, and the characters of it that are the answer."""
+    """The rendering that ends with an answer, and the characters of it whose tokens are trained."""
     text = chat.render(messages[: answer + 1], given=given)
     prompt = chat.render(messages[:answer], True, given) if answer else None
     if prompt is not None and text.startswith(prompt):
@@ -312,7 +316,8 @@ def _range(
 
 
 def _with_end(chat: ChatTemplate, text: str, end: int) -> int:
-    """Where an answer ends with the token behind it, where that ends an answer and nothing does so yet."""
+    """Where an answer's trained tokens end with the token behind it, where that ends an answer and nothing does so
+    yet."""
     stops = chat.stop_names
     if text.endswith(stops, 0, end):
         return end
@@ -324,7 +329,7 @@ def _with_end(chat: ChatTemplate, text: str, end: int) -> int:
 def _content_start(
     chat: ChatTemplate, messages: Sequence[Message], answer: int, text: str, given: TemplateArguments
 ) -> int:
-    """Where the content of an answer begins, found by writing two others in its place."""
+    """Where the trained content of an answer begins, found by writing two others in its place."""
     before = [*messages[:answer]]
     one, other = (
         chat.render([*before, {**messages[answer], "content": content}], given=given) for content in _VARIANTS
@@ -336,8 +341,8 @@ def _content_start(
 
 
 def _check_complete(chat: ChatTemplate, talk: Talk, answers: Sequence[_Answer]) -> list[str]:
-    """See that everything that is said is rendered: each trained answer in its own rendering, what is before the last
-    of them in that one's, what is behind it in that of the whole conversation.
+    """Check beside the trained tokens that everything that is said is rendered: each trained answer in its own
+    rendering, what is before the last of them in that one's, what is behind it in that of the whole conversation.
 
     Returns:
         Names of what is left out and may be.
@@ -370,7 +375,7 @@ def _check_complete(chat: ChatTemplate, talk: Talk, answers: Sequence[_Answer]) 
 
 
 def _alone(chat: ChatTemplate, messages: Sequence[Message], leaf: Leaf, given: TemplateArguments) -> bool:
-    """True if a text of an answer is rendered where the conversation ends with it."""
+    """True if a text of an answer is rendered alone, where the conversation ends with it, to train its tokens."""
     try:
         text = chat.render(messages[: leaf.message + 1], given=given)
     except ChatError:

@@ -26,7 +26,7 @@ _CHECKED_BYTES = 1 << 30  # files above this are checked by size alone
 
 
 def cached(root: Path, key: str, build: Callable[[Path], None], before: Callable[[], None] | None = None) -> Path:
-    """The folder of entry `key` below `root`, built by `build(folder)` where it is missing or damaged.
+    """The folder of cache entry `key` below `root`, built by `build(folder)` where it is missing or damaged.
 
     Args:
         root: folder of the cache.

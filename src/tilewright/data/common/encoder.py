@@ -84,7 +84,7 @@ class Spared:
     def encoded(
         self, encode: Callable[[Sequence[str]], list[_Found]], texts: Sequence[str]
     ) -> list[_Found | TokenizerError]:
-        """The token ids that `encode` gives of each text, or its error.
+        """The token ids that the encoder gives of each text, or its error.
 
         Raises:
             TokenizerError: too many fail.
@@ -106,7 +106,7 @@ class Spared:
         return found
 
     def fail(self, error: TokenizerError) -> None:
-        """Count a text that the tokenizer fails on.
+        """Count a text that the encoder's tokenizer fails on.
 
         Raises:
             TokenizerError: too many do.
@@ -119,7 +119,7 @@ class Spared:
 def in_batches(
     items: Iterable[_Item], size_of: Callable[[_Item], int], most: int, most_bytes: int
 ) -> Iterator[list[_Item]]:
-    """Texts in batches that are encoded together, in their order.
+    """Texts in batches that an encoder takes together, in their order.
 
     Args:
         items: the items.

@@ -84,24 +84,24 @@ class Reader(Protocol):
     """
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """Encode one text; `special`: with what the tokenizer puts around it."""
+        """Encode one text by the guarded tokenizer; `special`: with what it puts around it."""
         ...
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids alone of many texts."""
+        """Token ids alone of many texts by the guarded tokenizer."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """Encode many texts."""
+        """Encode many texts by the guarded tokenizer."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of token ids."""
+        """Decode token ids by the guarded tokenizer."""
         ...
 
 
 def reader_of(backend: tokenizers.Tokenizer, ranked: RankedBpe | None = None) -> Reader:
-    """The reader of a tokenizer: in this process where its patterns are `PROVEN`, else in one of its own.
+    """The reader of a guarded tokenizer: in this process where its patterns are `PROVEN`, else in one of its own.
 
     Args:
         backend: not to be changed from now on.
@@ -118,7 +118,8 @@ def reader_of(backend: tokenizers.Tokenizer, ranked: RankedBpe | None = None) ->
 
 
 def why_not_proven(state: Any) -> str | None:
-    """The first pattern in a part of a tokenizer.json that is none of `PROVEN`, or a text that grows; None: neither."""
+    """Why a tokenizer is guarded: the first pattern in a part of a tokenizer.json that is none of `PROVEN`, or a text
+    that grows; None: neither."""
     found = list(_replacements([state]))
     unknown = next((regex for regex, _ in found if regex is not None and regex not in PROVEN), None)
     if unknown is not None:
@@ -128,7 +129,8 @@ def why_not_proven(state: Any) -> str | None:
 
 
 def _replacements(state: dict[str, Any] | list[Any]) -> Iterator[tuple[str | None, float]]:
-    """The pattern of each part that has one, None where it is a text; and how much longer what it finds becomes."""
+    """The replacements of a guarded tokenizer: the pattern of each part that has one, None where it is a text; and how
+    much longer what it finds becomes."""
     if isinstance(state, dict):
         pattern, content = state.get("pattern"), state.get("content", "")
         if isinstance(pattern, dict):
@@ -144,7 +146,7 @@ def _replacements(state: dict[str, Any] | list[Any]) -> Iterator[tuple[str | Non
 
 @contextmanager
 def failures_told(what: str) -> Iterator[None]:
-    """Errors of the library, its panics too, as errors of the tokenizer.
+    """Errors of the tokenizers library, its panics too, as errors of the guarded tokenizer.
 
     Args:
         what: could not be done.
@@ -176,13 +178,13 @@ class Direct:
     ranked: RankedBpe | None = None
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """Encode one text: see `Reader`."""
+        """Encode one text by a tokenizer that needs no guard: see `Reader`."""
         with failures_told("Tokenizer fails on a text"):
             found = self.backend.encode(text, add_special_tokens=special)
             return Encoded(found.ids, found.offsets)
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts; see `Reader`; on all cores."""
+        """The ids of many texts by a tokenizer that needs no guard; see `Reader`; on all cores."""
         with failures_told("Tokenizer fails on a text"):
             if self.ranked is None:
                 return self._ids(texts)
@@ -194,13 +196,13 @@ class Direct:
         return [found.ids for found in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """Encode many texts; see `Reader`; on all cores."""
+        """Encode many texts by a tokenizer that needs no guard; see `Reader`; on all cores."""
         with failures_told("Tokenizer fails on a text"):
             found = self.backend.encode_batch(list(texts), add_special_tokens=False)
             return [Encoded(one.ids, one.offsets) for one in found]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids: see `Reader`."""
+        """The text of ids by a tokenizer that needs no guard: see `Reader`."""
         with failures_told("Tokenizer fails on token ids"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -212,19 +214,19 @@ class Limited:
     backend: tokenizers.Tokenizer
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """Encode one text: see `Reader`."""
+        """Encode one text by a guarded tokenizer's process: see `Reader`."""
         return self._encoded([text], special, True)[0]
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts: see `Reader`."""
+        """The ids of many texts by a guarded tokenizer's process: see `Reader`."""
         return [found.ids for found in self._encoded(texts, False, False)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """Encode many texts: see `Reader`."""
+        """Encode many texts by a guarded tokenizer's process: see `Reader`."""
         return self._encoded(texts, False, True)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids: see `Reader`."""
+        """The text of ids by a guarded tokenizer's process: see `Reader`."""
         return self._call(16 * len(ids), ids=[int(i) for i in ids], skip=skip_special)["text"]
 
     def _encoded(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Encoded]:
@@ -246,7 +248,8 @@ class Limited:
 
 
 def check_loadable(text: str) -> None:
-    """Load a tokenizer.json in the process first, where a pattern in it is none of `PROVEN`.
+    """Check that a tokenizer.json can be loaded: in the guarded process first, where a pattern in it is none of
+    `PROVEN`.
 
     Args:
         text: of the file.
@@ -267,7 +270,7 @@ def _parsed(text: str) -> Any:
 
 
 def ask_process(state: dict[str, Any], size: int, *, key: str, **request: Any) -> dict[str, Any]:
-    """The answer of the process of tokenizers.
+    """Ask the process of guarded tokenizers; its answer.
 
     Args:
         state: of the tokenizer.
@@ -299,7 +302,7 @@ def _key_of(state: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=1)
 def tokenizer_process(pid: int) -> LimitedProcess:
-    """The process of tokenizers of the process `pid`, which must be the caller's (see `readers.worker`)."""
+    """The process of guarded tokenizers of the process `pid`, which must be the caller's (see `readers.worker`)."""
     assert pid == os.getpid()
     return LimitedProcess(__name__)
 
@@ -313,7 +316,7 @@ def _loaded(given: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _answers() -> Any:
-    """The work of the process: encodes `texts`, or decodes `ids`."""
+    """The work of the guarded tokenizer's process: encodes `texts`, or decodes `ids`."""
     kept = Kept(_loaded, _KEPT)
 
     def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -336,8 +339,8 @@ def _answers() -> Any:
 
 
 def encode_piece(reader: Reader, text: str, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids and ranges of a piece. One `within` a text gets no mark of a text's beginning: it is encoded after a line
-    end, whose ids are then taken away (as transformers does)."""
+    """Encode a piece by the guarded tokenizer: ids and ranges. One `within` a text gets no mark of a text's beginning:
+    it is encoded after a line end, whose ids are then taken away (as transformers does)."""
     if within:
         line = reader.encode("\n")
         found = reader.encode("\n" + text)

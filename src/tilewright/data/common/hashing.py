@@ -9,7 +9,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's step (Steele, Lea, Flood 2014): a bijection of uint64 that spreads every bit.
+    """Hashing's mix: SplitMix64's step (Steele, Lea, Flood 2014): a bijection of uint64 that spreads every bit.
 
     Example:
         >>> hex(int(mix64(np.array([0], np.uint64))[0]))
@@ -35,7 +35,7 @@ def hash64(*keys: np.ndarray | np.integer | int) -> np.ndarray:
 
 
 def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The ranges [start, start + length) one after the other, as one int64 array.
+    """For hashing, the ranges [start, start + length) one after the other, as one int64 array.
 
     Example:
         >>> ragged_arange(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist()

@@ -76,7 +76,7 @@ class LimitedProcess:
     def _told(
         self, cpu_s: float, memory_bytes: int, key: str, given: Callable[[], dict[str, Any]], request: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """The answers of a process that knows what the request is about."""
+        """The answers of a limited process that knows what the request is about."""
         self._running()
         found = [_UNKNOWN]
         if key in self._known:
@@ -143,7 +143,7 @@ class LimitedProcess:
                 held = [line]
 
     def _end(self) -> int:
-        """Make sure that it is gone; the signal that ended it, 0 where it ended by itself."""
+        """End the limited process for sure; the signal that ended it, 0 where it ended by itself."""
         child, self._child = self._child, None
         if child is None:
             return 0
@@ -173,7 +173,7 @@ class Kept:
         self._make, self._number, self._found = make, number, dict[str, Any]()
 
     def of(self, request: dict[str, Any]) -> Any:
-        """The subject of a request; None where it has to be sent again."""
+        """The subject of a request that a limited process keeps; None where it has to be sent again."""
         if "given" in request:
             while len(self._found) >= self._number:
                 self._found.pop(next(iter(self._found)))
@@ -181,7 +181,7 @@ class Kept:
         return self._found.get(request["key"])
 
     def unknown(self) -> dict[str, Any]:
-        """The answer that asks to be told again."""
+        """The answer of a limited process that does not know a request's subject, and asks for it again."""
         return dict(_UNKNOWN)
 
 

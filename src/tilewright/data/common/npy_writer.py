@@ -41,7 +41,8 @@ class NpyWriter:
 
 
 def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """A version 1.0 header of a fixed size: magic, its length, the description padded with blanks."""
+    """The header of a .npy file, version 1.0, of a fixed size: magic, its length, the description padded with
+    blanks."""
     start = b"\x93NUMPY\x01\x00"
     room = _HEADER_BYTES - len(start) - 2
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"

@@ -37,7 +37,7 @@ class ProgressBar:
         return self
 
     def phase(self, name: str, total: float | None = None) -> None:
-        """End the phase before, if any, and start `name`. `total` None: of unknown length."""
+        """Begin a phase of progress: end the one before, if any, and start `name`. `total` None: of unknown length."""
         self._finish()
         self._name, self._started = name, time.perf_counter()
         self._done, self._total = 0.0, total
@@ -49,12 +49,12 @@ class ProgressBar:
         log.info("%s: %s", self._title, name)
 
     def _words(self) -> str:
-        """The present work, and how much of it is done."""
+        """Progress in words: the present work, and how much of it is done."""
         share = f", {self._done / self._total:.0%}" if self._total else ""
         return f"{self._title}: {self._name}{share}" if self._name else ""
 
     def advance(self, amount: float) -> None:
-        """Count so many units of the phase as done."""
+        """Advance the progress bar: count so many units of the phase as done."""
         self._done += amount
         if self._bar and self._task is not None:
             self._bar.advance(self._task, amount)

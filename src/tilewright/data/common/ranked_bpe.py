@@ -113,7 +113,8 @@ class RankedBpe:
         return f"tiktoken {tiktoken_version()}"
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:
-        """Ids of each text, as `tokenizers` has them; None for a text that is not for tiktoken. On all cores."""
+        """Ids of each text by ranked BPE, as `tokenizers` has them; None for a text that is not for tiktoken. On all
+        cores."""
         threads = min(env.tokenizer_threads(), len(texts))
         if threads < 2:
             return [self._one(text) for text in texts]
@@ -139,7 +140,7 @@ class RankedBpe:
 
 
 def ranks_of(backend: Tokenizer) -> MergeRanks | str:
-    """The merge ranks with which tiktoken gives the ids of a byte-level BPE, or why there are none.
+    """Merge ranks of a byte-level BPE with which tiktoken gives its ids, or why there are none.
 
     Args:
         backend: as it encodes.
@@ -181,7 +182,7 @@ def ranks_of(backend: Tokenizer) -> MergeRanks | str:
 
 
 def _pattern(state: Mapping[str, Any] | None) -> str | None:
-    """The expression whose matches, as bytes, are the pieces; None where it is none of `_PATTERNS`."""
+    """The pattern of a ranked BPE whose matches, as bytes, are the pieces; None where it is none of `_PATTERNS`."""
     if state is None:
         return None
     parts = state["pretokenizers"] if state["type"] == "Sequence" else [state]
@@ -200,15 +201,15 @@ def _pattern(state: Mapping[str, Any] | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte of each character that a byte is written as in a vocabulary, as GPT-2 has them: those that can be seen
-    are themselves, the others follow from 256 on."""
+    """In a ranked BPE, the byte of each character that a byte is written as in a vocabulary, as GPT-2 has them: those
+    that can be seen are themselves, the others follow from 256 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _ranks(model: Mapping[str, Any], byte_of: Mapping[str, int]) -> dict[str, int] | str:
-    """The rank of each string that has one."""
+    """The rank of each string that a ranked BPE has."""
     pairs_of = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
     merges = [cast(tuple[str, str], tuple(pair)) for pair in pairs_of]
     place = {pair: number for number, pair in enumerate(merges)}  # of a pair that is there twice the last one counts
@@ -233,7 +234,7 @@ def _ranks(model: Mapping[str, Any], byte_of: Mapping[str, int]) -> dict[str, in
 
 
 def _last_pair(text: str, place: Mapping[tuple[str, str], int]) -> tuple[str, str]:
-    """The pair that is merged last where `text` becomes one token."""
+    """The last pair that a ranked BPE merges where `text` becomes one token."""
     parts = list(text)
     while len(parts) > 2:
         at = min(
@@ -246,7 +247,8 @@ def _last_pair(text: str, place: Mapping[tuple[str, str], int]) -> tuple[str, st
 
 @lru_cache(maxsize=len(_PATTERNS))
 def classes_agree(pattern: str) -> bool:
-    """True if tiktoken's engine and that of `tokenizers` count the same characters into each class of a pattern."""
+    """True if tiktoken's engine, for ranked BPE, and that of `tokenizers` count the same characters into each class of
+    a pattern."""
     import tiktoken
 
     letters = sorted(set("".join(re.findall(r"\(\?i:([^)]*)\)", pattern))) - set("'|"))
@@ -267,10 +269,10 @@ def classes_agree(pattern: str) -> bool:
 
 
 def has_tiktoken() -> bool:
-    """True if the package tiktoken is installed."""
+    """True if the package tiktoken is installed, for ranked BPE."""
     return find_spec("tiktoken") is not None
 
 
 def tiktoken_version() -> str:
-    """Version of the installed tiktoken, "" where there is none."""
+    """Version of the installed tiktoken, for ranked BPE, "" where there is none."""
     return version("tiktoken") if has_tiktoken() else ""

@@ -74,18 +74,18 @@ class Tokenizer:
     """Encodes batches, see `encoder.choose_encoder`."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without begin and end."""
+        """Encode `text` by the tokenizer to ids alone, without begin and end."""
         return self.reader.encode(text).ids
 
     @cached_property
     def reader(self) -> Reader:
-        """Reads texts, in which names of special tokens are text, and ids."""
+        """The tokenizer's reader of texts, in which names of special tokens are text, and ids."""
         return reader_of(self.backend, self.ranked)
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a text that a model continues, as transformers' `AutoTokenizer` makes them: names of special tokens
-        are these tokens, and around the text is what the tokenizer's post-processor puts there. An empty text is the
-        beginning of a document.
+        """The tokenizer's ids of a prompt, a text that a model continues, as transformers' `AutoTokenizer` makes them:
+        names of special tokens are these tokens, and around the text is what the tokenizer's post-processor puts there.
+        An empty text is the beginning of a document.
 
         Example:
             >>> tok = train_tokenizer(["low lower lowest " * 20], 300)
@@ -103,11 +103,11 @@ class Tokenizer:
         return reader_of(backend)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, on all cores."""
+        """The tokenizer's `encode` of many texts, on all cores."""
         return self.reader.encode_ids(texts)
 
     def encode_sized(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Ids of each text, and how many of its UTF-8 bytes each id stands for.
+        """The tokenizer's ids of each text, and how many of its UTF-8 bytes each id stands for.
 
         The bytes of a text sum to its length: a character that several tokens share counts for the first of them,
         and what a normalizer drops counts for the token after it, at the end for the last one.
@@ -123,7 +123,7 @@ class Tokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens give none."""
+        """Decode `ids` by the tokenizer to text; special tokens give none."""
         return self.reader.decode([int(i) for i in ids])
 
     def stopping_at(self, ids: Iterable[int]) -> "Tokenizer":
@@ -160,7 +160,7 @@ class Tokenizer:
 
 
 def _token_bytes(text: str, ends: list[int]) -> list[int]:
-    """UTF-8 bytes of `text` per token, from the character at which each token ends."""
+    """The tokenizer's UTF-8 bytes of `text` per token, from the character at which each token ends."""
     sizes, done = [], 0
     for end in ends:
         end = max(end, done)
@@ -172,7 +172,8 @@ def _token_bytes(text: str, ends: list[int]) -> list[int]:
 
 
 def short_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, cut where a run of letters, digits, punctuation or white space is longer than `LONGEST_WORD`.
+    """Short words for training a tokenizer: the texts, cut where a run of letters, digits, punctuation or white space
+    is longer than `LONGEST_WORD`.
 
     A merge of byte pairs goes through every word that holds the pair, from its first byte to its last. Where a text has
     no spaces (Chinese, DNA, base64, a line of dashes) the word is the text, and each of thousands of merges went
@@ -192,7 +193,7 @@ def short_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with at most `vocab_size` entries, the four special tokens first.
+    """Train a tokenizer: a byte-level BPE with at most `vocab_size` entries, the four special tokens first.
 
     Small data may not have enough pairs to merge; the vocabulary is then smaller. Long runs of one kind of character
     are cut for the training alone (`short_words`): texts are encoded whole.
@@ -218,7 +219,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """A tokenizer from a tokenizer.json, or from a folder that holds one.
+    """Load a tokenizer from a tokenizer.json, or from a folder that holds one.
 
     Which tokens begin and end a document is read from the files beside it (`declared_tokens`), else from common names.
 
@@ -255,7 +256,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | int) -> int | None:
-    """The id of a token that is named by its text or by its id; None where the vocabulary does not hold it."""
+    """The tokenizer's id of a token that is named by its text or by its id; None where the vocabulary does not hold
+    it."""
     if isinstance(token, int):
         return token if backend.id_to_token(token) is not None else None
     return backend.token_to_id(token)

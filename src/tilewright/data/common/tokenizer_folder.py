@@ -28,7 +28,8 @@ _OTHER_FORMATS = ("*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken
 
 
 def declared_tokens(folder: Path) -> dict[str, str | int]:
-    """Role (`bos_token`, ...) -> the token's text, or its id, as the files of `folder` name it.
+    """Tokens declared in a tokenizer's folder: role (`bos_token`, ...) -> the token's text, or its id, as the files of
+    `folder` name it.
 
     Raises:
         DataError: one of the files is not a JSON object.
@@ -58,7 +59,8 @@ def declared_stops(folder: Path) -> tuple[int, ...]:
 
 
 def special_names(folder: Path) -> tuple[tuple[str, ...], bool]:
-    """Names of tokens that transformers reads in a text as these tokens, and whether it reads any.
+    """Names of special tokens in a tokenizer's folder that transformers reads in a text as these tokens, and if it
+    reads any.
 
     They are named in tokenizer_config.json, beside those of tokenizer.json; `split_special_tokens` makes text of all.
 
@@ -99,7 +101,8 @@ def _stops_in(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """The files that decide what `load_tokenizer(path)` gives, those that are there; the tokenizer.json first."""
+    """The tokenizer's files of a folder: those that decide what `load_tokenizer(path)` gives, those that are there; the
+    tokenizer.json first."""
     file = path / TOKENIZER if path.is_dir() else path
     return [found for found in (file, *(file.with_name(name) for name in _FILES)) if found.is_file()]
 
@@ -153,14 +156,14 @@ def _not_an_object(file: Path, got: str) -> DataError:
 
 
 def _text(value: Any) -> str | None:
-    """A token named by its text, alone or in an object of `content` and flags."""
+    """A token of a tokenizer's folder named by its text, alone or in an object of `content` and flags."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
 def _id(value: Any) -> int | None:
-    """A token named by its id, or by the first of several."""
+    """A token of a tokenizer's folder named by its id, or by the first of several."""
     if isinstance(value, list) and value:
         value = value[0]
     return value if isinstance(value, int) and not isinstance(value, bool) else None

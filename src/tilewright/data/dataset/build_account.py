@@ -115,7 +115,7 @@ def _stage(units: Units, name: str, says: str) -> StageCount:
 
 
 def reasons_of(folder: Path) -> list[Reason]:
-    """Rejects of a finished build by stage, rule and domain, the most bytes first."""
+    """Account of rejects of a finished build by stage, rule and domain, the most bytes first."""
     found: dict[tuple[str, str, str], Reason] = {}
     for file in sorted((folder / "rejects").glob("*.parquet")):
         for row in rows(file):

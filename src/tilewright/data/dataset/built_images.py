@@ -19,7 +19,7 @@ class ShardedPixels:
         self.shape = (int(self._starts[-1]), *self._shards[0].shape[1:])
 
     def __getitem__(self, images: np.ndarray) -> np.ndarray:
-        """Images [len(images), 3, size, size] by their numbers."""
+        """Images of a built dataset, [len(images), 3, size, size], by their numbers."""
         found = np.empty((len(images), *self.shape[1:]), np.uint8)
         shard_of = np.searchsorted(self._starts, images, side="right") - 1
         for shard in np.unique(shard_of).tolist():

@@ -38,7 +38,7 @@ def built_vocabulary(folder: Path, *, images: bool) -> int:
 
 
 def read_dataset(folder: Path) -> dict[str, Any]:
-    """The content of `dataset.json`: fingerprint, summary, settings and hashes of the stages.
+    """Open `dataset.json` of a built dataset: fingerprint, summary, settings and hashes of the stages.
 
     Raises:
         DataError: there is no finished dataset, or one of another version.
@@ -66,14 +66,14 @@ def read_dataset(folder: Path) -> dict[str, Any]:
 
 
 def find_records(folder: Path, kind: str, wanted: str) -> Iterator[dict[str, Any]]:
-    """Rows of `records` or `rejects` (`kind`) that `matches` finds."""
+    """Find records of a built dataset: rows of `records` or `rejects` (`kind`) that `matches` finds."""
     for file in sorted((folder / kind).glob("*.parquet")):
         yield from (row for row in rows(file) if matches(row, wanted))
 
 
 def matches(row: Mapping[str, Any], wanted: str) -> bool:
-    """True if `wanted` is the beginning of a row's id, the name of its file or the end of its path, or the stage or
-    rule that dropped it. Of names it may be a glob: * stands for anything.
+    """To find a record of a built dataset: true if `wanted` is the beginning of a row's id, the name of its file or the
+    end of its path, or the stage or rule that dropped it. Of names it may be a glob: * stands for anything.
 
     Example:
         >>> row = {"id": "0a1b", "path": "notes/torn.png", "stage": "read", "rule": "damaged image"}
@@ -143,7 +143,7 @@ def built_tokens(
 
 
 def built_format(content: Mapping[str, Any]) -> str:
-    """The `data.format` that a dataset is of, by what `read_dataset` gives."""
+    """The `data.format` that a built dataset is of, by what `read_dataset` gives."""
     return content["settings"].get("chat", {}).get("format", "text")
 
 
@@ -170,7 +170,7 @@ def _check_template(wanted: str, file: Path) -> None:
 
 
 def check_tokenizer(tokenizer: str, tokens: Path, of: str) -> None:
-    """Raise where a dataset was encoded with another tokenizer than a run has.
+    """Check before a built dataset is used: raise where it was encoded with another tokenizer than a run has.
 
     Args:
         tokenizer: of loaded weights, or the one that is asked for; "" where none is.
@@ -191,7 +191,7 @@ def check_tokenizer(tokenizer: str, tokens: Path, of: str) -> None:
 
 
 def check_domains(wanted: Sequence[str], known: Sequence[str]) -> None:
-    """Raise where a domain is wanted that a dataset has not.
+    """Check before a built dataset is used: raise where a domain is wanted that it has not.
 
     Raises:
         DataError: with those that it has.
@@ -202,5 +202,5 @@ def check_domains(wanted: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _same_tokenizer(wanted: Path, built: Path) -> bool:
-    """True if both give the same ids."""
+    """True if a built dataset's tokenizer and a run's give the same ids."""
     return load_tokenizer(wanted).backend.to_str() == load_tokenizer(built).backend.to_str()

@@ -31,7 +31,7 @@ class PreparedChat(PreparedData):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
+        """Ids that end an answer in prepared chat data."""
         return self.template.stops.ids
 
     def _open(self, split: str) -> TextRows:
@@ -59,18 +59,19 @@ class PreparedChat(PreparedData):
 
     @property
     def num_pairs(self) -> int:
-        """Pairs in both splits."""
+        """Pairs of prepared chat data in both splits."""
         return sum(rows.packing.num_rows for rows in self._rows.values())
 
     def all_pairs(self) -> Iterator[Batch]:
-        """Every pair as a batch of one, in the order of `rows`: training, then held out."""
+        """Every pair of prepared chat data as a batch of one, in the order of `rows`: training, then held out."""
         for split, rows in self._rows.items():
             for row in range(rows.packing.num_rows):
                 batch = self._gather(split, np.array([row]))
                 yield as_tensors(batch)
 
     def set_reference(self, logps: np.ndarray, beta: float) -> None:
-        """Let batches of pairs carry what their loss needs from now on; see `models.base.preference`.
+        """Set the reference of prepared chat data: let batches of pairs carry what their loss needs from now on; see
+        `models.base.preference`.
 
         Args:
             logps: FP32 [pairs, 2], in the order of `all_pairs`.
@@ -79,18 +80,20 @@ class PreparedChat(PreparedData):
         self._reference, self._beta = logps, beta
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
-        """Batch arrays [B, S] of training rows; of preferences [B, 2, S], with `rows` [B], the place of each pair."""
+        """Batch arrays [B, S] of training rows of prepared chat data; of preferences [B, 2, S], with `rows` [B], the
+        place of each pair."""
         return self._gather("train", self._first_row[picks.domain] + picks.row)
 
     def blank_row(self) -> dict[str, np.ndarray]:
-        """One row of padding."""
+        """One row of padding of prepared chat data."""
         blank = super().blank_row()
         if not self.pairs:
             return blank
         return self._with_reference({name: np.repeat(v[:, None], 2, 1) for name, v in blank.items()}, np.array([-1]))
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
-        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
+        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain of prepared chat data; the
+        same on every call."""
         if self.rows == "documents" and not self.pairs:
             return super().eval_batches(domain, micro_batch_size, num)
         chosen = self._eval_rows(domain, micro_batch_size * num)
@@ -99,11 +102,13 @@ class PreparedChat(PreparedData):
         return [as_tensors(batch) for batch in batches]
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:
-        """Bytes of the text in evaluation batches: None, since answers end in tokens that stand for no text."""
+        """Bytes of text of prepared chat data in evaluation batches: None, since answers end in tokens that stand for
+        no text."""
         return None
 
     def preview(self) -> list[str]:
-        """Lines that show what is trained: the shapes, the longest rows, an example with its trained spans in marks."""
+        """Preview of prepared chat data: lines that show what is trained: the shapes, the longest rows, an example with
+        its trained spans in marks."""
         facts = self.summary["chat"]
         shapes: dict[str, int] = {}
         for found in facts["shapes"].values():

@@ -52,20 +52,21 @@ class PreparedImages:
 
     @property
     def vocab_size(self) -> int:
-        """Classes that a model of this data tells apart."""
+        """Classes that a model of prepared images tells apart."""
         return len(self.classes)
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
-        """pixel_values float32 [B, 3, H, W] in [-1, 1] and labels int64 [B]; the seed changes nothing."""
+        """Prepared images of training rows: pixel_values float32 [B, 3, H, W] in [-1, 1] and labels int64 [B]; the seed
+        changes nothing."""
         return self._gather(self._rows["train"][picks.row])
 
     def blank_row(self) -> dict[str, np.ndarray]:
-        """A black image without a label."""
+        """A blank row of prepared images: a black image without a label."""
         shape = (1, *self._pixels.shape[1:])
         return {"pixel_values": np.zeros(shape, np.float32), "labels": np.array([IGNORE], np.int64)}
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
-        """At most `num` batches of held-out images, the same on every call."""
+        """At most `num` batches of held-out prepared images, the same on every call."""
         size = len(self._rows["holdout"])
         take = min(num * micro_batch_size, size)
         order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
@@ -74,11 +75,11 @@ class PreparedImages:
         return [as_tensors(batch) for batch in gathered]
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> None:
-        """Images have no bytes of text."""
+        """Bytes of text of prepared images: they have none."""
         return
 
     def compressors(self, domain: str) -> dict[str, float]:
-        """Losses of compressors: empty, since images have none."""
+        """Losses of compressors on prepared images: empty, since images have none."""
         return {}
 
     def _gather(self, images: np.ndarray) -> dict[str, np.ndarray]:
@@ -86,17 +87,17 @@ class PreparedImages:
         return {"pixel_values": pixels, "labels": self._labels[images]}
 
     def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
-        """The file of a training row."""
+        """The file of a training row of prepared images."""
         return [{"name": self._names[self._rows["train"][row]]}]
 
     def rejects(self) -> list[dict[str, Any]]:
-        """Everything that was set aside: where, reason, count, example."""
+        """Rejects of prepared images: everything that was set aside: where, reason, count, example."""
         lines = (self.folder / "rejects.jsonl").read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines if line]
 
 
 def open_built_images(folder: Path, image_size: int) -> PreparedImages:
-    """The images of a built dataset (`data.build`), whose domains are the classes.
+    """Prepared images of a built dataset (`data.build`), whose domains are the classes.
 
     Raises:
         DataError: it has no pixels of this size, or too few of them.
@@ -159,7 +160,8 @@ def _need_pillow() -> None:
 
 
 def list_images(root: Path) -> Found:
-    """Files two levels below `root`, the first level their class; what lies elsewhere becomes rejects.
+    """List images to prepare: files two levels below `root`, the first level their class; what lies elsewhere becomes
+    rejects.
 
     Raises:
         DataError: no such folder, or fewer than two folders in it.
@@ -190,7 +192,8 @@ def build_images(
     *,
     progress: ProgressBar,
 ) -> None:
-    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `found`: the images, see `list_images`.
+    """Fill `folder` with prepared images, the files of the entry. Arguments as in `prepare`; `found`: the images, see
+    `list_images`.
 
     Raises:
         DataError: fewer than two classes, or none with two images that can be read.
@@ -233,7 +236,7 @@ def build_images(
 
 
 def _decode(path: Path, size: int) -> np.ndarray | str:
-    """The image as uint8 [3, size, size], its middle square scaled; or why it cannot be read."""
+    """Decode an image to prepare it as uint8 [3, size, size], its middle square scaled; or why it cannot be read."""
     if path.suffix.lower() not in SUFFIXES:
         return f"file type {path.suffix.lower() or 'without a suffix'} is not an image"
     from PIL import Image, ImageOps
@@ -249,7 +252,7 @@ def _decode(path: Path, size: int) -> np.ndarray | str:
 
 
 def _split(names: list[str], labels: list[str], holdout: float, seed: int) -> dict[str, list[int]]:
-    """Indices of both splits; each class with two images or more holds out one at least."""
+    """Split prepared images: indices of both splits; each class with two images or more holds out one at least."""
     split: dict[str, list[int]] = {"train": [], "holdout": []}
     for label in sorted(set(labels)):
         members = [i for i, other in enumerate(labels) if other == label]

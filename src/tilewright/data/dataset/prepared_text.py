@@ -56,17 +56,17 @@ class PreparedData:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer's files are."""
+        """The folder with the tokenizer's files of prepared text."""
         return self._corpus / "tokenizer"
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end what a model of this data writes."""
+        """Ids that end what a model of this prepared text writes."""
         return self.tokenizer.stop_ids
 
     @property
     def vocab_size(self) -> int:
-        """Ids that a model of this data tells apart."""
+        """Ids that a model of prepared text tells apart."""
         return self.tokenizer.vocab_size
 
     def _open(self, split: str) -> TextRows:
@@ -79,12 +79,12 @@ class PreparedData:
         return TextRows(column(self._corpus, f"{split}.npy"), packing, self.seq_len, self.task == "causal_lm", trained)
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
-        """Batch arrays [B, seq_len] of training rows, see `TextRows.gather`; masked for masked_lm."""
+        """Batch arrays [B, seq_len] of training rows of prepared text, see `TextRows.gather`; masked for masked_lm."""
         batch = self._rows["train"].gather(self._first_row[picks.domain] + picks.row)
         return self._masked(batch, seed, picks.sample) if self.task == "masked_lm" else batch
 
     def blank_row(self) -> dict[str, np.ndarray]:
-        """One row of padding."""
+        """One row of padding of prepared text."""
         zeros = np.zeros((1, self.seq_len), np.int64)
         return {
             "input_ids": zeros,
@@ -95,27 +95,27 @@ class PreparedData:
 
     @cached_property
     def num_tokens(self) -> Mapping[str, int]:
-        """Tokens of each domain's training rows."""
+        """Tokens of each domain's training rows of prepared text."""
         ends = np.append(0, np.cumsum(self._rows["train"].packing.lengths_P, dtype=np.int64))
         first_R = self._rows["train"].packing.first_R
         return {name: int(ends[first_R[b]] - ends[first_R[a]]) for name, (a, b) in self._ranges["train"].items()}
 
     @property
     def rows_per_call(self) -> int:
-        """Rows that are asked for at once: see `GatheredRows`."""
+        """Rows of prepared text that are asked for at once: see `GatheredRows`."""
         return _POSITIONS_PER_CALL // self.seq_len
 
     @property
     def full_rows(self) -> int:
-        """Training rows; of documents so many as their tokens would fill."""
+        """Training rows of prepared text; of documents so many as their tokens would fill."""
         if self.rows == "documents":
             return -(-sum(self.num_tokens.values()) // self.seq_len)
         return sum(self.num_rows.values())
 
     @cached_property
     def attention_share(self) -> float:
-        """The share of the pairs of positions in full rows that documents of as many tokens have: the sum of L^2 over
-        that of L times `seq_len`. 1 where rows are packed."""
+        """In prepared text, the share of the pairs of positions in full rows that documents of as many tokens have: the
+        sum of L^2 over that of L times `seq_len`. 1 where rows are packed."""
         if self.rows != "documents":
             return 1.0
         lengths = self._rows["train"].packing.lengths_P.astype(np.float64)
@@ -123,7 +123,7 @@ class PreparedData:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """Notes of a plan on the lengths of documents; none where rows are packed."""
+        """Notes of a plan on the lengths of prepared text's documents; none where rows are packed."""
         if self.rows != "documents":
             return ()
         lengths = self._rows["train"].packing.lengths_P.astype(np.float64)
@@ -134,12 +134,12 @@ class PreparedData:
         )
 
     def lengths(self, picks: Picks) -> np.ndarray:
-        """Tokens of training documents, int64 [N]."""
+        """Tokens of training documents of prepared text, int64 [N]."""
         return self._rows["train"].lengths(self._first_row[picks.domain] + picks.row)
 
     def joined(self, picks: Picks, seed: int, length: int) -> dict[str, np.ndarray]:
-        """Batch arrays [1, length] of training documents behind each other, see `TextRows.join`; masked for masked_lm.
-        Of none padding alone."""
+        """Batch arrays [1, length] of training documents of prepared text behind each other, see `TextRows.join`;
+        masked for masked_lm. Of none padding alone."""
         return self._joined("train", self._first_row[picks.domain] + picks.row, length, seed, picks.sample)
 
     def _joined(
@@ -159,8 +159,8 @@ class PreparedData:
         return batch | {STARTS: starts_of(rows.lengths(rows_N), length)}
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
-        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call. Of
-        documents as many behind each other as have `micro_batch_size * seq_len` tokens."""
+        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain of prepared text; the same on
+        every call. Of documents as many behind each other as have `micro_batch_size * seq_len` tokens."""
         if self.rows == "documents":
             parts, most = self._eval_documents(domain, micro_batch_size, num), micro_batch_size * self.seq_len
             lengths = [padded_length(int(self._rows["holdout"].lengths(part).sum()), most) for part in parts]
@@ -177,7 +177,8 @@ class PreparedData:
         return batches
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:
-        """UTF-8 bytes of text that the targets of `eval_batches` stand for; None where targets are masked tokens."""
+        """UTF-8 bytes of prepared text that the targets of `eval_batches` stand for; None where targets are masked
+        tokens."""
         if self.task == "masked_lm":
             return None
         if self.rows == "documents":
@@ -186,7 +187,8 @@ class PreparedData:
         return self._rows["holdout"].num_target_bytes(self._eval_rows(domain, micro_batch_size * num), self._sizes)
 
     def _eval_documents(self, domain: str, micro_batch_size: int, num: int) -> list[np.ndarray]:
-        """Held-out documents of one domain in at most `num` batches, the first ones of what more batches would be."""
+        """Held-out documents of one domain of prepared text in at most `num` batches, the first ones of what more
+        batches would be."""
         first, stop = self._ranges["holdout"][domain]
         rows_N = self._eval_rows(domain, stop - first)
         ends_N = np.cumsum(self._rows["holdout"].lengths(rows_N))
@@ -194,11 +196,12 @@ class PreparedData:
         return [rows_N[a:b] for a, b in pairwise(bounds)]
 
     def compressors(self, domain: str) -> dict[str, float]:
-        """Bits per byte that general compressors need for the held-out text of a domain, see `dataset.compressors`."""
+        """Bits per byte that general compressors need for the held-out prepared text of a domain, see
+        `dataset.compressors`."""
         return self.summary["domains"][domain].get("compressors", {})
 
     def _eval_rows(self, domain: str, num: int) -> np.ndarray:
-        """At most `num` held-out rows of one domain, the same on every call."""
+        """At most `num` held-out rows of one domain of prepared text, the same on every call."""
         first, stop = self._ranges["holdout"][domain]
         size = stop - first
         take = min(num, size)
@@ -221,7 +224,7 @@ class PreparedData:
         )
 
     def held_out_documents(self) -> Iterator[np.ndarray]:
-        """Token ids of each held-out document, without begin and end."""
+        """Token ids of each held-out document of prepared text, without begin and end."""
         table = pq.read_table(self._corpus / "documents.parquet", filters=[("split", "=", "holdout")])
         tokens = self._rows["holdout"].tokens
         end = 0
@@ -230,7 +233,8 @@ class PreparedData:
             yield np.asarray(tokens[start + 1 : end - 1], np.int64)
 
     def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
-        """The documents of a training row: name, first position of the piece in the document, positions in it, text."""
+        """The documents of a training row of prepared text: name, first position of the piece in the document,
+        positions in it, text."""
         found = []
         for start, length in self._rows["train"].pieces(self._ranges["train"][domain][0] + row):
             document = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -241,7 +245,8 @@ class PreparedData:
         return found
 
     def _place(self, document: int) -> dict[str, Any]:
-        """Record, file and bytes of a document of a built dataset; nothing of other text, which has names alone."""
+        """Place of a prepared text's document: record, file and bytes of one of a built dataset; nothing of other text,
+        which has names alone."""
         table = self._documents
         names = [name for name in ("id", "path", "part", "start", "stop") if name in table.column_names]
         return {f"file_{name}" if name in ("start", "stop") else name: table[name][document].as_py() for name in names}
@@ -260,13 +265,13 @@ class PreparedData:
         return np.cumsum(lengths) - lengths
 
     def rejects(self) -> list[dict[str, Any]]:
-        """Everything that was set aside: where, reason, count, example."""
+        """Rejects of prepared text: everything that was set aside: where, reason, count, example."""
         lines = (self._corpus / "rejects.jsonl").read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines if line]
 
 
 def need_mask(tokenizer: Tokenizer) -> None:
-    """Raises DataError where masked_lm is asked of a tokenizer without a mask token."""
+    """Raises DataError where masked_lm is asked of prepared text whose tokenizer has no mask token."""
     if tokenizer.mask_id is None:
         raise DataError(
             "Tokenizer without a mask token for masked_lm",

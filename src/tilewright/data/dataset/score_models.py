@@ -25,7 +25,7 @@ class ScoreModel:
 
 
 def score_models(units: Units) -> list[ScoreModel]:
-    """The models that the finished units of a build hold."""
+    """The models of scores that the finished units of a build hold."""
     makers = (("quality_model", _quality), ("noise_threshold", _noise), ("sample_model", _sample))
     found = []
     for stage, make in makers:
@@ -80,14 +80,14 @@ def _sample(account: dict[str, Any]) -> ScoreModel:
 
 
 def score_histograms(units: Units) -> Iterator[tuple[ScoreKind, Path]]:
-    """(kind of score, folder of a shard with `histograms.json`)."""
+    """Histograms of scores: (kind of score, folder of a shard with `histograms.json`)."""
     for kind in (QUALITY, CONTRAST, BITS):
         for folder in sorted((units.root / kind.stage).glob("[0-9]" * 5)):
             yield kind, folder
 
 
 def score_limits(units: Units, settings: DataBuild, domain: str, measure: str) -> dict[str, float]:
-    """The numbers by which records of a domain were dropped or sampled."""
+    """Limits of scores: the numbers by which records of a domain were dropped or sampled."""
     if measure == QUALITY.column and settings.quality.keep_top is not None:
         ranks = ScoreRanks.load(units.folder("quality_counts", 0))
         return {"keep_top": ranks.value_at(domain, 1 - settings.quality.keep_top)}

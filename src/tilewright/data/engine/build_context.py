@@ -40,16 +40,17 @@ class Context:
 
     @cached_property
     def listing(self) -> Listing:
-        """The files that a build reads. Each rank lists them for itself; workers are handed their part."""
+        """Listing of a build: the files that it reads. Each rank lists them for itself; workers are handed their
+        part."""
         return list_inputs(self.build.read, self._installed, self.contents)
 
     @cached_property
     def references(self) -> dict[str, Listing]:
-        """The references that scores are learned from, by setting; all of them are there."""
+        """References of a build that scores are learned from, by setting; all of them are there."""
         return list_references(self.build, self.listing.domains(), self.contents)
 
     def once(self, name: str, find: Callable[[], Any]) -> Any:
-        """The result of the first call of `find`; the same for the whole build."""
+        """The result of the first call of `find` in a build's context; the same for the whole build."""
         if name not in self._once:
             self._once[name] = find()
         return self._once[name]
@@ -59,7 +60,7 @@ class Context:
         self._set_aside |= set(items)
 
     def is_set_aside(self, item: Item) -> bool:
-        """True if `set_aside` got this file."""
+        """True if `set_aside` of the build got this file."""
         return item in self._set_aside
 
     @property
@@ -81,12 +82,12 @@ class Context:
         return self._digests[stage]
 
     def told(self, stage: str, num: int | None = None) -> str:
-        """Hash of what all shards of a stage, or `num` units, tell of themselves: rejects and tensors."""
+        """Hash of what all shards of a build's stage, or `num` units, report of themselves: rejects and tensors."""
         count = self.num_shards if num is None else num
         return fingerprint_of([self.told_one(stage, i) for i in range(count)])
 
     def told_one(self, stage: str, index: int) -> str:
-        """Hash of what one unit of a stage tells of itself."""
+        """Hash of what one unit of a build's stage reports of itself."""
         return self.units.digest(stage, index, told=True)
 
     def count(self, stage: str, index: int, name: str) -> int:

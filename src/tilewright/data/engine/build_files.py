@@ -52,7 +52,7 @@ class Item:
     """`stat_key` of the file when it was listed."""
 
     def identity(self) -> dict[str, Any]:
-        """The identity of the content; not its place on this machine."""
+        """The identity of a build's file by its content; not its place on this machine."""
         return {name: getattr(self, name) for name in ("domain", "name", "size", "key", "start", "stop")}
 
 
@@ -69,22 +69,22 @@ class Listing:
     """What `max_bytes` and `domains` leave out."""
 
     def keys(self, shard: int) -> list[dict[str, Any]]:
-        """Keys that identify the content of a shard."""
+        """Keys that identify the content of a shard of the build's files."""
         return [item.identity() for item in self.shards[shard]]
 
     def domains(self) -> list[str]:
-        """The domain of each shard."""
+        """The domain of each shard of the build's files."""
         return [shard[0].domain for shard in self.shards]
 
     def facts(self) -> list[Any]:
-        """All that the account of a build takes from a listing."""
+        """Facts of a build's files: all that the account of a build takes from a listing."""
         files = [[item.domain, item.name, item.size] for shard in self.shards for item in shard]
         rejects = [[r.path, r.rule, str(r.value), r.domain, r.count, r.num_bytes] for r in self.rejects]
         return [files, rejects, self.found_bytes, self.left_files, self.left_bytes]
 
 
 def list_inputs(read: ReadSection, installed: Source | None = None, contents: Contents | None = None) -> Listing:
-    """Find the files, and which content each has.
+    """List a build's files: find them, and which content each has.
 
     Args:
         read: settings.
@@ -182,8 +182,8 @@ def _files(
 
 
 def _key_beside(name: str, path: Path, media: set[str] | None, contents: Contents) -> str:
-    """A key of what other files decide about this one: of an image or a sound, its captions; of a text, whether it is
-    one.
+    """A key of what files beside a build's one decide about this one: of an image or a sound, its captions; of a text,
+    whether it is one.
 
     Args:
         name, path: the file.
@@ -200,8 +200,8 @@ def _key_beside(name: str, path: Path, media: set[str] | None, contents: Content
 
 
 def _segments(path: Path, size: int, read: ReadSection, *, is_utf8: bool) -> Iterator[tuple[int, int]]:
-    """Ranges of a large file of lines in UTF-8; (0, 0) for any other file, which is read whole: another encoding is
-    found from all of it."""
+    """Segments of a build's file: ranges of a large one of lines in UTF-8; (0, 0) for any other file, which is read
+    whole: another encoding is found from all of it."""
     shard_bytes = read.shard_bytes
     if size > shard_bytes and is_utf8:
         with path.open("rb") as file:
@@ -221,7 +221,8 @@ def _refused(reject: Rejected, domain: str = "", prefix: str = "") -> Rejected:
 
 
 def _within(wanted: dict[str, list[Item]], read: ReadSection) -> dict[str, list[Item]]:
-    """Items of about `max_bytes` in all: small domains give everything, large ones share the rest equally."""
+    """Files of a build within about `max_bytes` in all: small domains give everything, large ones share the rest
+    equally."""
     left, chosen = read.max_bytes, {}
     by_size = sorted(wanted, key=lambda name: (sum(item.size for item in wanted[name]), name))
     for number, name in enumerate(by_size):

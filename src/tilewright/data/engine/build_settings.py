@@ -253,12 +253,13 @@ class DataBuild(Section):
 
 
 def shipped_builds() -> list[str]:
-    """Names of the data.toml files in the package."""
+    """Names of the settings of shipped builds: the data.toml files in the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def load_data_toml(path: Path) -> DataBuild:
-    """Read and check a data.toml, or the shipped one of that name. Relative paths in it become relative to its folder.
+    """Load the settings of a build: a data.toml, or the shipped one of that name. Paths in it are relative to its
+    folder.
 
     Raises:
         ConfigError: everything that is wrong with it, in one error.
@@ -305,7 +306,7 @@ def load_data_toml(path: Path) -> DataBuild:
 
 
 def without_effect(build: DataBuild) -> dict[str, str]:
-    """Settings that the others make void, with what does it."""
+    """Settings of a build that the others make void, with what does it."""
     void = (
         (bool(build.read.sources), "read.sources are given", ("read.source",)),
         (not build.filters.use, "filters.use is empty", ("filters.settings", "filters.files")),
@@ -329,7 +330,7 @@ def _strict(values: dict[str, object]) -> DataBuild:
 
 
 def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
-    """Settings that are right one by one and not together."""
+    """Settings of a build that are right one by one and not together."""
     problems = []
     rules = build.rules
     for suffix, kind in build.read.suffixes.items():
@@ -362,7 +363,7 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
 
 
 def _wrong_filters(filters: FiltersSection) -> Iterator[tuple[str, Problem]]:
-    """(setting, problem): classes that are named in another way, and arguments of filters that are not there."""
+    """Wrong filters in a build's settings, as (setting, problem): other names, and arguments that are not there."""
     for name, use in filters.use.items():
         if not _CLASS.fullmatch(use):
             need = "FILE.py:Class, or package.module:Class"

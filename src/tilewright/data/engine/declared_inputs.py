@@ -35,18 +35,20 @@ class StageInput(ABC):
 
     @abstractmethod
     def identity(self, c: "Context", i: int) -> object:
-        """JSON that says which content it has for the unit `i`; every stage before is finished."""
+        """Identity of a declared input: JSON that says which content it has for the unit `i`; every stage before is
+        finished."""
 
     @abstractmethod
     def value(self, c: "Context", i: int) -> Any:
-        """The value that the unit gets. It travels to other processes, so it can be pickled."""
+        """The value of a declared input that the unit gets. It travels to other processes, so it can be pickled."""
 
     def files(self, c: "Context", i: int) -> "list[Item]":
-        """The user's files that a unit of the stage reads from this input. Each may kill the process that reads it."""
+        """The user's files that a unit of the stage reads from this declared input. Each may kill the process that
+        reads it."""
         return []
 
     def counts(self, c: "Context") -> bool:
-        """True if it is in the fingerprint."""
+        """True if a declared input is in the fingerprint."""
         return True
 
 
@@ -179,12 +181,12 @@ class Folders(Sequence[Path]):
 
 
 def named(stage: StageName, c: "Context") -> str:
-    """The stage that is meant in a build."""
+    """The stage that is named by a declared input in a build."""
     return stage if isinstance(stage, str) else stage(c.build)
 
 
 def declared_settings(build: DataBuild, names: Sequence[str]) -> SimpleNamespace:
-    """The settings of these names, and no others: an attribute per section.
+    """The declared settings, of these names and no others: an attribute per section.
 
     Args:
         build: all of them.
@@ -207,7 +209,7 @@ def declared_settings(build: DataBuild, names: Sequence[str]) -> SimpleNamespace
 
 
 def settings_identity(build: DataBuild, names: Sequence[str]) -> dict[str, object]:
-    """JSON of the same settings."""
+    """Identity of declared settings as JSON."""
     found: dict[str, object] = {}
     for name in names:
         section, _, setting = name.partition(".")

@@ -14,17 +14,18 @@ RANGE_BYTES = 32 << 20
 
 
 def num_ranges(num_bytes: int) -> int:
-    """Ranges over which `num_bytes` of rows are shared out."""
+    """Number of hash ranges over which `num_bytes` of rows are shared out."""
     return 1 + num_bytes // RANGE_BYTES
 
 
 def range_of(keys: np.ndarray, num: int) -> np.ndarray:
-    """The range of each uint64 key, int64: equal parts of the hash's values."""
+    """The hash range of each uint64 key, int64: equal parts of the hash's values."""
     return ((keys >> np.uint64(32)) * np.uint64(num) >> np.uint64(32)).astype(np.int64)
 
 
 def write_ranges(path: Path, rows: np.ndarray, num: int, key: str = "key") -> None:
-    """Write structured `rows` to `path`.npy, sorted by the range of their field `key`, and the ranges' bounds beside.
+    """Write structured `rows` by ranges of a hash to `path`.npy, sorted by the range of their field `key`, and the
+    ranges' bounds beside.
 
     Within a range the order of the rows stays.
     """
@@ -35,7 +36,8 @@ def write_ranges(path: Path, rows: np.ndarray, num: int, key: str = "key") -> No
 
 
 def read_range(paths: Iterable[Path], index: int, dtype: np.dtype) -> np.ndarray:
-    """The rows of range `index` of all files, file by file. They are read, not mapped: pages of a map count as memory.
+    """Read the rows of hash range `index` of all files, file by file. They are read, not mapped: pages of a map count
+    as memory.
 
     Args:
         paths: as given to `write_ranges`.
@@ -50,7 +52,7 @@ def read_range(paths: Iterable[Path], index: int, dtype: np.dtype) -> np.ndarray
 
 
 def read_rows(path: Path, first: int, stop: int) -> np.ndarray:
-    """Rows [first, stop) of a one-dimensional .npy file."""
+    """Read rows [first, stop) of hash ranges in a one-dimensional .npy file."""
     with path.open("rb") as file:
         version = np.lib.format.read_magic(file)
         assert version == (1, 0)
@@ -60,6 +62,6 @@ def read_rows(path: Path, first: int, stop: int) -> np.ndarray:
 
 
 def slice_of(path: Path, first: int, stop: int, key: str) -> np.ndarray:
-    """Rows with first <= `key` < stop of a structured .npy file that is sorted by `key`."""
+    """Rows of hash ranges with first <= `key` < stop of a structured .npy file that is sorted by `key`."""
     keys = np.load(path, mmap_mode="r", allow_pickle=False)[key]
     return read_rows(path, *np.searchsorted(keys, np.array([first, stop], keys.dtype)).tolist())

@@ -55,7 +55,7 @@ class TableWriter:
         self._writer = pq.ParquetWriter(path, schema, compression="zstd", compression_level=1)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row; columns that it lacks are null."""
+        """Append a row to a table of records; columns that it lacks are null."""
         self._rows.append(tuple(map(row.get, self._names)))
         self._held += sum(map(len, filter(None, map(row.get, self._texts))))
         self.num_rows += 1
@@ -78,7 +78,7 @@ class TableWriter:
 
 
 def record_row(record: Record) -> dict[str, Any]:
-    """A record as a row of `RECORDS`; its arrays stay behind."""
+    """A record as a row of the table `RECORDS`; its arrays stay behind."""
     row = dict(zip(_FIELDS, _VALUES(record), strict=True))
     for name in _OBJECTS:
         row[name] = json.dumps(dict(row[name]), sort_keys=True) if row[name] else _EMPTY
@@ -86,7 +86,7 @@ def record_row(record: Record) -> dict[str, Any]:
 
 
 def record_of(row: Mapping[str, Any]) -> Record:
-    """The record of a row of `RECORDS`, without arrays.
+    """The record of a row of the table `RECORDS`, without arrays.
 
     Example:
         >>> record = Record("", "image", "ants", "an ant", facts={"width": 3})
@@ -100,7 +100,8 @@ def record_of(row: Mapping[str, Any]) -> Record:
 
 
 def reject_row(reject: Rejected) -> dict[str, Any]:
-    """A reject as a row of `REJECTS`. Numbers become text, excerpts are cut, and what is no UTF-8 is escaped."""
+    """A reject as a row of the table `REJECTS`. Numbers become text, excerpts are cut, and what is no UTF-8 is
+    escaped."""
     row = dict(zip(REJECTS.names, _REJECT_VALUES(reject), strict=True))
     row["excerpt"] = row["excerpt"][:_EXCERPT]
     for name in ("value", "threshold"):
@@ -112,7 +113,7 @@ def reject_row(reject: Rejected) -> dict[str, Any]:
 
 
 def batches(path: Path, columns: Iterable[str] | None = None) -> Iterator[tuple[int, dict[str, list[Any]]]]:
-    """(number of its first row, columns as lists) of each row group."""
+    """Batches of a table of records: (number of its first row, columns as lists) of each row group."""
     first = 0
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
@@ -122,7 +123,7 @@ def batches(path: Path, columns: Iterable[str] | None = None) -> Iterator[tuple[
 
 
 def rows(path: Path, columns: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows one by one, as dicts."""
+    """The rows of a table of records one by one, as dicts."""
     for _, batch in batches(path, columns):
         names = list(batch)
         for values in zip(*batch.values(), strict=True):
@@ -130,5 +131,5 @@ def rows(path: Path, columns: Iterable[str] | None = None) -> Iterator[dict[str,
 
 
 def num_rows(path: Path) -> int:
-    """Rows of a Parquet file, from its footer."""
+    """Rows of a table of records, a Parquet file, from its footer."""
     return pq.read_metadata(path).num_rows

@@ -16,7 +16,7 @@ _FILES = {"quality.model": "quality.safetensors of a build", "quality.labelled":
 
 
 def list_references(build: DataBuild, domains: Iterable[str], contents: Contents | None = None) -> dict[str, Listing]:
-    """The content of each folder or file of text that the build learns from, by setting.
+    """List references: the content of each folder or file of text that the build learns from, by setting.
 
     Args:
         build: settings.

@@ -48,7 +48,7 @@ bytes that it is from; `rejects` is what was dropped, by which rule; `tokens` is
 def build_dataset(
     build: DataBuild, out: Path, executor: UnitExecutor, progress: ProgressBar, installed: Source | None = None
 ) -> dict[str, Any]:
-    """Build the dataset in the folder `out`, from where an earlier build of it stopped.
+    """Run a build of the dataset in the folder `out`, from where an earlier one stopped.
 
     Args:
         build: settings.
@@ -92,7 +92,7 @@ def build_dataset(
 
 @contextlib.contextmanager
 def _locked(out: Path, *, alone: bool) -> Iterator[None]:
-    """The first process of a build holds a lock on its folder and cleans up after earlier ones."""
+    """Lock the folder of a build's run: the first process holds it and cleans up after earlier ones."""
     try:
         (out / WORK).mkdir(parents=True, exist_ok=True)
         with (out / WORK / "lock").open("w") as file:
@@ -117,7 +117,8 @@ def _lock(file: IO[str], out: Path) -> None:
 
 
 def _publish(context: Context) -> dict[str, Any]:
-    """Give the dataset's files their names below `out`; nothing is done where they have them."""
+    """Publish what a build's run made: give the dataset's files their names below `out`; nothing is done where they
+    have them."""
     out, source = context.out, context.folder("dataset")
     folders = {part: (context.folder(SHARDS) if part == SHARDS else source) / part for part in PARTS}
     encoder = f"tokenizers {tokenizers.__version__} (conversations)"

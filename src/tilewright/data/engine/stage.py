@@ -27,7 +27,7 @@ class UnitWork:
     inputs: Mapping[str, Any]
 
     def __call__(self, folder: Path) -> Mapping[str, Any]:
-        """Fill the folder; returns counts."""
+        """Fill the folder of a stage's unit; returns counts."""
         return self.run(self.index, self.settings, folder, **self.inputs)
 
 
@@ -69,5 +69,5 @@ class BuildStage:
         return UnitWork(self.run, i, declared_settings(c.build, self.settings), inputs)
 
     def files(self, c: Context, i: int) -> list[Item]:
-        """Files of the user that the unit reads; each may kill the process that does."""
+        """Files of the user that a stage's unit reads; each may kill the process that does."""
         return [item for one in self.inputs.values() for item in one.files(c, i)]

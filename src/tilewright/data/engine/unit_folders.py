@@ -47,7 +47,7 @@ class Units:
         return self.root / stage / f"{index:05}"
 
     def receipt(self, stage: str, index: int) -> dict[str, Any] | None:
-        """The receipt of a unit whose files are all there in their sizes, or None."""
+        """The receipt of a unit's folder whose files are all there in their sizes, or None."""
         known = self._known.get((stage, index))
         if known is not None:
             return known
@@ -62,22 +62,23 @@ class Units:
         return receipt
 
     def forget(self, stage: str, index: int) -> None:
-        """Look at the disk again when the receipt is asked for next: another process may have written it."""
+        """Forget a unit's receipt: look at the folder on disk again when it is asked for next: another process may have
+        written it."""
         self._known.pop((stage, index), None)
 
     def digest(self, stage: str, index: int, *, told: bool = False) -> str:
-        """Hash of what a finished unit hands on; `told`: of what it tells of itself."""
+        """Digest of what a finished unit's folder hands on; `told`: of what it reports of itself."""
         receipt = self.receipt(stage, index)
         assert receipt is not None, f"{stage} {index} is read before it is finished"
         return receipt["told" if told else "digest"]
 
     def is_done(self, stage: str, index: int, fingerprint: str) -> bool:
-        """True if the unit is finished as it would be made now."""
+        """True if the unit's folder is finished as it would be made now."""
         receipt = self.receipt(stage, index)
         return receipt is not None and receipt["fingerprint"] == fingerprint
 
     def make(self, stage: str, index: int, fingerprint: str, work: Callable[[Path], Mapping[str, Any]]) -> None:
-        """Run `work`, which fills the folder that it gets and returns counts, and publish the folder.
+        """Make a unit's folder: run `work`, which fills it and returns counts, and publish it.
 
         Raises:
             TilewrightError: the disk is full, the folder cannot be written, too many files are open, or there is no
@@ -114,31 +115,31 @@ class Units:
         self.forget(stage, index)
 
     def clean(self, mark: str) -> None:
-        """Remove what processes with this mark ("*": any) left that were killed."""
+        """Clean the units' folder: remove what processes with this mark ("*": any) left that were killed."""
         for left in self.root.glob(f"*/*.part-{mark}"):
             shutil.rmtree(left, ignore_errors=True)
 
     def remove_beyond(self, stage: str, num: int) -> None:
-        """Remove units of a stage that has fewer of them now."""
+        """Remove folders of units beyond the number that a stage has now."""
         for folder in (self.root / stage).glob("*"):
             if folder.name.isdecimal() and int(folder.name) >= num:
                 shutil.rmtree(folder)
 
 
 def _give_back() -> None:
-    """Return what allocators keep of a unit's memory. It is twice what a process needs, and processes that wait, or
-    that make small units after a large one, would hold it to the end of the build."""
+    """Free what allocators keep of a unit's memory, behind its folder. It is twice what a process needs, and processes
+    that wait, or that make small units after a large one, would hold it to the end of the build."""
     pa.default_memory_pool().release_unused()
     trim_malloc()
 
 
 def fingerprint_of(value: object) -> str:
-    """Hash of a JSON value."""
+    """Fingerprint of a unit: hash of a JSON value."""
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def cannot_make(root: Path, error: OSError | MemoryError) -> TilewrightError:
-    """The error of a data build that lacks something, or whose folder cannot be written."""
+    """The error of a data build that lacks something, or whose units' folder cannot be written."""
     if not isinstance(error, OSError):
         return machine_error(error, str(root))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -165,7 +166,7 @@ def _cannot_load(error: ImportError) -> HardwareError:
 
 
 def link_or_copy(source: str, target: str) -> str:
-    """Another name for a file, or a copy where the file system has no links."""
+    """Link or copy a unit's file: another name for it, or a copy where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

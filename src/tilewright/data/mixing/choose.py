@@ -17,7 +17,7 @@ _BY_HELD_OUT = ("ppl_guard", "aioli")
 def mixer_of(
     section: MixingSection, base: Mapping[str, float], tokens: Mapping[str, float], held_out: Sequence[str]
 ) -> Mixer:
-    """The mixer of a run.
+    """Choose the mixer of a run by its settings.
 
     Args:
         section: `[data.mixing]`, with a policy.

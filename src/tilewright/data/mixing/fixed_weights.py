@@ -13,15 +13,15 @@ class Static:
     turn = 1
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide the weights of the domains: see `MixPolicy`."""
+        """Decide static weights of the domains: see `MixPolicy`."""
         return MixDecision()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the policy: see `MixPolicy`."""
+        """The state of static weights: see `MixPolicy`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the policy: see `MixPolicy`."""
+        """Restore the state of static weights: see `MixPolicy`."""
 
 
 class Temperature(Static):
@@ -39,7 +39,7 @@ class Temperature(Static):
         self.temperature = temperature
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide the weights of the domains: see `MixPolicy`."""
+        """Decide the weights of the domains by a temperature, which no loss moves: see `MixPolicy`."""
         return moved_to(self.weights, seen, f"in proportion to tokens to the power of 1/{self.temperature:g}")
 
 
@@ -56,7 +56,7 @@ class Schedule(Static):
         self.stages = [(at, shares(weights)) for at, weights in stages]
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide the weights of the domains: see `MixPolicy`."""
+        """Decide the weights of the domains by a schedule, which no loss moves: see `MixPolicy`."""
         begun = [(at, weights) for at, weights in self.stages if seen.step >= at * seen.steps]
         if not begun:
             return MixDecision()
@@ -66,7 +66,7 @@ class Schedule(Static):
 
 
 def moved_to(weights: Weights, seen: MixEvaluation, why: str) -> MixDecision:
-    """A move to these mixture weights; none where they hold already."""
+    """A move to these fixed weights; none where they hold already."""
     if all(abs(weights[name] - now) < 1e-12 for name, now in seen.weights.items()):
         return MixDecision()
     return MixDecision(weights, why)

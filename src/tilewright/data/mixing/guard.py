@@ -51,7 +51,7 @@ class PplGuard:
         self._trained: dict[str, list[float]] = {name: [] for name in base}
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide the weights of the domains: see `MixPolicy`."""
+        """Decide the weights of the domains by the perplexity guard: see `MixPolicy`."""
         told, refused, before = list[str](), list[Refusal](), dict(self._ratio)
         for name, domain in seen.domains.items():
             if domain.trained is not None:
@@ -82,7 +82,7 @@ class PplGuard:
             told.append(f"{name}: held-out loss rose by {rise:.3f} nats, weight times {self.boost:g}")
 
     def _recover(self, name: str, told: list[str]) -> None:
-        """Without a rise for long enough: one step back."""
+        """Recover by the guard without a rise for long enough: one step back."""
         self._quiet[name] += 1
         if self._ratio[name] > 1 and self._quiet[name] >= self.calm:
             self._quiet[name] = 0
@@ -90,7 +90,7 @@ class PplGuard:
             told.append(f"{name}: no rise in {self.calm} evaluations, weight divided by {self.boost:g}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the policy: see `MixPolicy`."""
+        """The state of the perplexity guard: see `MixPolicy`."""
         return {
             name: {
                 "watch": self._watches[name].state_dict(),
@@ -103,7 +103,7 @@ class PplGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the policy: see `MixPolicy`."""
+        """Restore the state of the perplexity guard: see `MixPolicy`."""
         for name in self.base:
             kept = state[name]
             self._watches[name].load_state_dict(kept["watch"])
@@ -112,7 +112,7 @@ class PplGuard:
 
 
 def overfitted(rise: float, trained: Sequence[float], epochs: float, patience: int) -> str | None:
-    """Why a rise of the held-out loss is none of what was forgotten; None: it is.
+    """The guard's finding of overfitting: why a rise of the held-out loss is none of what was forgotten; None: it is.
 
     What was forgotten is as new to the training loss. A domain that has been repeated is asked for more: its training
     loss must have risen by half of what the held-out loss did.

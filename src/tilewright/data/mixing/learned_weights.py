@@ -35,7 +35,7 @@ class Exp3:
         self._evaluations = 0
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide the weights of the domains: see `MixPolicy`."""
+        """Decide learned weights of the domains by `exp3`: see `MixPolicy`."""
         for name, domain in seen.domains.items():
             if domain.trained is not None:
                 keep = self.keep if self._seen[name] else 0.0
@@ -57,11 +57,11 @@ class Exp3:
         return min(1 / number, math.sqrt(math.log(max(number, 2)) / (number * max(evaluations, 1))))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the policy: see `MixPolicy`."""
+        """The state of weights learned by `exp3`: see `MixPolicy`."""
         return {"reward": dict(self._reward), "seen": dict(self._seen), "evaluations": self._evaluations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the policy: see `MixPolicy`."""
+        """Restore the state of weights learned by `exp3`: see `MixPolicy`."""
         self._reward, self._seen = dict(state["reward"]), dict(state["seen"])
         self._evaluations = state["evaluations"]
 
@@ -106,7 +106,7 @@ class Aioli:
         self._falls: list[tuple[Weights, Weights]] = []  # of each probe the mixture that was seen, and falls of losses
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide the weights of the domains: see `MixPolicy`."""
+        """Decide learned weights of the domains by `aioli`: see `MixPolicy`."""
         losses = {name: domain.held_out for name, domain in seen.domains.items() if domain.held_out is not None}
         number, before, mixture = len(self.domains), self._before, self._mixture(seen)
         self._before = losses
@@ -132,7 +132,7 @@ class Aioli:
         return MixDecision(weights, why)
 
     def _mixture(self, seen: MixEvaluation) -> Weights:
-        """Shares of the tokens since the evaluation before."""
+        """The mixture from which `aioli` learns weights: shares of the tokens since the evaluation before."""
         tokens = {name: seen.domains[name].epochs * self.tokens[name] for name in self.domains}
         new = {name: max(0.0, tokens[name] - self._seen[name]) for name in self.domains}
         self._seen = tokens
@@ -143,7 +143,7 @@ class Aioli:
         return {name: self.probe if at == place else rest for at, name in enumerate(self.domains)}
 
     def _learn(self) -> None:
-        """Solve falls = mixtures A for A."""
+        """Learn weights by `aioli`: solve falls = mixtures A for A."""
         mixtures = np.array([[mixture[name] for name in self.domains] for mixture, _ in self._falls])
         told = [name for name in self.domains if all(name in fall for _, fall in self._falls)]
         falls = np.array([[fall[name] for name in told] for _, fall in self._falls])
@@ -155,7 +155,7 @@ class Aioli:
             self._weights = shares({name: self._weights[name] * factor for name, factor in names})
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the policy: see `MixPolicy`."""
+        """The state of weights learned by `aioli`: see `MixPolicy`."""
         return {
             "weights": self._weights,
             "place": self._place,
@@ -165,7 +165,7 @@ class Aioli:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the policy: see `MixPolicy`."""
+        """Restore the state of weights learned by `aioli`: see `MixPolicy`."""
         self._weights, self._place, self._seen = dict(state["weights"]), state["place"], dict(state["seen"])
         self._before = None if state["before"] is None else dict(state["before"])
         self._falls = [(dict(mixture), dict(fall)) for mixture, fall in state["falls"]]

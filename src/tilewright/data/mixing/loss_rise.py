@@ -36,14 +36,16 @@ class Rise:
 
     @property
     def deviation(self) -> float | None:
-        """Noise of a loss as standard deviation, larger by what few evaluations leave open; None: not known yet."""
+        """Noise of a loss, below which it has not risen, as standard deviation, larger by what few evaluations leave
+        open; None: not known yet."""
         if self._count < _FEWEST:
             return None
         variance = max(self._square - self._mean * self._mean, 0.0)
         return math.sqrt(variance) * (1 + 4 / math.sqrt(self._count))
 
     def watch(self, loss: float) -> float | None:
-        """Take an evaluation; by how much the loss has risen above its noise, None where it has not."""
+        """Watch a loss for a rise: take an evaluation; by how much it has risen above its noise, None where it has
+        not."""
         self._values = [*self._values, loss][-(_LEVEL + self.patience) :]
         before, last = self._values[: -self.patience], self._values[-self.patience :]
         if len(before) < _FEWEST:
@@ -67,10 +69,10 @@ class Rise:
         self._square += (difference * difference - self._square) / self._count
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the watch over a loss in JSON types, of one size at most."""
+        """The state of the watch over a loss's rise in JSON types, of one size at most."""
         return {"values": self._values, "fresh": self._fresh, "noise": [self._count, self._mean, self._square]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Restore the watch over a loss's rise from `state_dict()`."""
         self._values, self._fresh = list(state["values"]), list(state["fresh"])
         self._count, self._mean, self._square = state["noise"]

@@ -25,8 +25,8 @@ class Mixer:
         self._goal: Weights | None = None  # what smoothing has not reached yet
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Weights that hold from now on, or none. A loss that is not finite moves nothing, and is not shown to the
-        policy."""
+        """Decide by the mixer the weights that hold from now on, or none. A loss that is not finite moves nothing, and
+        is not shown to the policy."""
         bad = [Refusal(name, text) for name, text in _not_finite(seen)]
         if bad:
             return MixDecision(refused=tuple(bad))
@@ -48,11 +48,12 @@ class Mixer:
         return MixDecision(weights, "; ".join(told), asked.refused)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the policy and its limits for a checkpoint, as plain JSON of one size at most."""
+        """The mixer's state of the policy and its limits for a checkpoint, as plain JSON of one size at most."""
         return {"policy": self.policy.name, "state": self.policy.state_dict(), "full": self._full, "goal": self._goal}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from `state_dict()`; what is to be said where that was of another policy, whose memory is dropped."""
+        """Restore the mixer's state from `state_dict()`; what is to be said where that was of another policy, whose
+        memory is dropped."""
         self._full = list(state["full"])
         if state["policy"] != self.policy.name:
             return (

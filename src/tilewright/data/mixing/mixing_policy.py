@@ -63,15 +63,15 @@ class MixPolicy(Protocol):
     """Evaluations in a row that are shown losses of the same held-out batches."""
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide mixture weights by an evaluation. Called once for each, in their order."""
+        """A policy's decision on mixture weights by an evaluation. Called once for each, in their order."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The state on which the next answers depend."""
+        """The state of a mixing policy on which its next answers depend."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of the same policy."""
+        """Restore the state of the same mixing policy from `state_dict()`."""
         ...
 
 

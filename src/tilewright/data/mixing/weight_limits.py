@@ -30,7 +30,7 @@ class MixLimits:
     max_epochs: float = 0.0
 
     def check(self, domains: Collection[str]) -> None:
-        """Raise where no mixture weights can be between the bounds.
+        """Check the limits of mixture weights: raise where none can be between the bounds.
 
         Raises:
             ConfigError: with what would be possible.
@@ -48,12 +48,13 @@ class MixLimits:
         )
 
     def full(self, epochs: Mapping[str, float]) -> list[str]:
-        """Domains at their limit of repetition, not to be trained on any more; none where that would be all of them."""
+        """Full domains, at their limit of repetition, not to be weighed any more; none where that would be all of
+        them."""
         found = [name for name, count in epochs.items() if self.max_epochs and count >= self.max_epochs]
         return found if len(found) < len(epochs) else []
 
     def applied(self, wanted: Mapping[str, float], now: Mapping[str, float], full: Collection[str]) -> Weights:
-        """The mixture weights within the limits that a move to `wanted` becomes.
+        """The mixture weights within their limits that a move to `wanted` becomes.
 
         Args:
             wanted: weights of all domains.
@@ -82,7 +83,7 @@ class MixLimits:
         return dict.fromkeys(wanted, 0.0) | self._bounded(goal)
 
     def _bounded(self, weights: Weights) -> Weights:
-        """The weights between the bounds; what is over or under is shared by the others in proportion."""
+        """The weights between the limits' bounds; what is over or under is shared by the others in proportion."""
         number = len(weights)
         lowest, highest = min(self.lowest, 1 / number), max(self.highest, 1 / number)  # some domains may be full
         found, fixed = dict(weights), dict[str, float]()

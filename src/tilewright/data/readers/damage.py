@@ -20,7 +20,7 @@ PARSER_ERRORS = (
 
 
 def damage_of(error: BaseException) -> str:
-    """The message of a parser's error on the file that it read, in one line.
+    """The damage of a file: the message of a parser's error on it, in one line.
 
     Raises:
         OSError, MemoryError: it speaks of this machine, or of a file that cannot be read.
@@ -30,11 +30,12 @@ def damage_of(error: BaseException) -> str:
 
 
 def only_damage(error: BaseException) -> None:
-    """Raise an error of the system again that is no damage. Memory is the document's limit in the parser's process."""
+    """Let only damage pass: raise an error of the system again that is no damage. Memory is the document's limit in the
+    parser's process."""
     if isinstance(error, OSError):
         check_damage(error)
 
 
 def failure(error: BaseException) -> str:
-    """The message of an error, in one line."""
+    """The message of an error, of damage or of this machine, in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")

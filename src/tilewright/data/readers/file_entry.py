@@ -48,15 +48,16 @@ class Entry:
 
     @property
     def folders(self) -> int:
-        """How many folders up from the file, its own included, are in the source, two at most; 0 in an archive."""
+        """Folders of a file's entry: how many up from the file, its own included, are in the source, two at most; 0 in
+        an archive."""
         return 0 if self.part else min(2, 1 + self.name.count("/"))
 
     def join(self, part: str) -> str:
-        """`part` of this entry, as a part of the source's file."""
+        """`part` of a file's entry, as a part of the source's file."""
         return f"{self.part} > {part}" if self.part and part else self.part or part
 
     def record(self, modality: Modality, text: str, part: str = "", **fields: Any) -> Record:
-        """A record out of `part` of this entry."""
+        """A record out of `part` of a file's entry."""
         return Record("", modality, self.domain, text, path=self.name, part=self.join(part), **fields)
 
     def reject(
@@ -70,18 +71,19 @@ class Entry:
         count: int = 1,
         num_bytes: int = 0,
     ) -> Rejected:
-        """A reject of `part` of this entry."""
+        """A reject of `part` of a file's entry."""
         value = self._said(value) if isinstance(value, str) else value
         said = self._said(excerpt)[:200]
         part = self.join(part)
         return Rejected(self.name, part, STAGE, rule, value, threshold, said, self.domain, count, num_bytes)
 
     def _said(self, text: str) -> str:
-        """The message of a parser, as UTF-8 can hold it and without the place of the file on this machine."""
+        """The message of a parser on a file's entry, as UTF-8 can hold it and without the place of the file on this
+        machine."""
         return text.replace(str(self.path), self.inner).encode("utf-8", "backslashreplace").decode()
 
     def need(self, package: str, *, of_format: bool = True) -> None:
-        """Check that a package is there that this file needs.
+        """Check for a file's entry that a package is there that it needs.
 
         Args:
             package: by the name that it is imported by.
@@ -95,7 +97,7 @@ class Entry:
 
 
 def need_package(package: str, what: str, suffix: str = "") -> None:
-    """Check that `package` is installed, which `what` needs, as all files with `suffix` do.
+    """Check for a file's entry that `package` is installed, which `what` needs, as all files with `suffix` do.
 
     Raises:
         HardwareError: it is not.

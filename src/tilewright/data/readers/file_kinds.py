@@ -105,5 +105,5 @@ def kind_of(name: str, head: bytes, suffixes: Mapping[str, str] | None = None) -
 
 @cache
 def media_suffixes() -> tuple[str, ...]:
-    """Suffixes of images and sounds, which a text file of the same name may describe."""
+    """Suffixes of the kinds of file that are images and sounds, which a text file of the same name may describe."""
     return tuple(suffix for suffix, kind in _SUFFIXES.items() if kind in ("image", "audio"))

@@ -28,14 +28,14 @@ _MAX_CHARS = 4096
 
 @lru_cache(maxsize=1)
 def _identifier() -> Any:
-    """Loading the model takes half a second."""
+    """The identifier of a language for files that are opened; loading its model takes half a second."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 def find_language(text: str) -> tuple[str, float]:
-    """The language of `text` as ISO 639-1 code, and its probability. Needs the package py3langid.
+    """Find the language of an opened file's `text` as ISO 639-1 code, and its probability. Needs the package py3langid.
 
     Example:
         >>> find_language("Alle Menschen sind frei und gleich an Würde und Rechten geboren.")[0]
@@ -68,7 +68,7 @@ def read_file(
     options: ReadOptions = _OPTIONS,
     span: Span | None = None,
 ) -> Items:
-    """Records and rejects of one file of any kind.
+    """Open one file of any kind: its records and rejects.
 
     Args:
         path: of the file.
@@ -144,7 +144,7 @@ def _of_kind(entry: Entry, size: int) -> Items:
 
 
 def _with_language(items: Items, name: str) -> Items:
-    """Records of text with their language, and its probability as a score."""
+    """Records of text of an opened file with their language, and its probability as a score."""
     need_package("py3langid", f"language of texts in {name}")
     for item in items:
         if isinstance(item, Rejected) or not item.text:

@@ -14,7 +14,7 @@ from tilewright.core.errors import TilewrightError, machine_error
 
 @contextmanager
 def own_files() -> Iterator[None]:
-    """Around a use of temporary files alone.
+    """Open around a use of temporary files alone, so that errors are theirs.
 
     Raises:
         TilewrightError: for any error of the system.
@@ -47,7 +47,7 @@ class ScratchFolder:
         self.path = Path(self._held.name)
 
     def close(self) -> None:
-        """Remove it."""
+        """Close the folder of temporary files: remove it."""
         self._held.cleanup()
 
     def __enter__(self) -> Path:

@@ -56,7 +56,8 @@ class UnpackBudget:
 
 
 def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
-    """The one file in a compressed file. What came before damage is kept, and a reject says that there was some."""
+    """Unpack the one file in a compressed file. What came before damage is kept, and a reject says that there was
+    some."""
     budget, name = UnpackBudget(entry, entry.path.stat().st_size), PurePosixPath(entry.inner)
     inner = name.stem + (".tar" if name.suffix == ".tgz" else "")
     with ScratchFolder() as folder:
@@ -79,7 +80,7 @@ def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
 
 
 def unpack_zip(entry: Entry) -> Iterator[Group | Rejected]:
-    """The members of a zip in the order of their names."""
+    """Unpack a zip: the members in the order of their names."""
     size = entry.path.stat().st_size
     num = _zip_members(entry.path, size)
     if num > entry.limits.members:
@@ -104,7 +105,8 @@ def unpack_zip(entry: Entry) -> Iterator[Group | Rejected]:
 
 
 def _zip_members(path: Path, size: int) -> int:
-    """Members that the directory at the end of a zip lists, counted without holding them; 0 where there is none."""
+    """Members of a zip to unpack, that the directory at its end lists, counted without holding them; 0 where there is
+    none."""
     with path.open("rb") as file:
         file.seek(max(0, size - (1 << 16) - 22))
         tail = file.read()
@@ -124,7 +126,7 @@ def _zip_members(path: Path, size: int) -> int:
 
 
 def unpack_tar(entry: Entry) -> Iterator[Group | Rejected]:
-    """The members of a tar in its order. Links and devices in it are no files."""
+    """Unpack a tar: the members in its order. Links and devices in it are no files."""
     size = entry.path.stat().st_size
     lost: list[Rejected] = []
     with entry.path.open("rb") as file:
@@ -133,7 +135,7 @@ def unpack_tar(entry: Entry) -> Iterator[Group | Rejected]:
 
 
 def _tar_files(entry: Entry, file: Any, lost: list[Rejected]) -> Iterator[tuple[str, Any]]:
-    """(name, how to open) of the files; what is no file, and damage, goes to `lost`."""
+    """Files of a tar to unpack: (name, how to open); what is no file, and damage, goes to `lost`."""
     last, others, example = -1, 0, ""
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -178,7 +180,7 @@ class _Bounded:
 
 
 def _members(entry: Entry, budget: UnpackBudget, files: Iterator[tuple[str, Any]]) -> Iterator[Group | Rejected]:
-    """Groups of members that were written to a folder of their own, and the rejects of others."""
+    """Unpacked groups of members that were written to a folder of their own, and the rejects of others."""
     group: Group = []
     folder, stem = _Folders(), ""
     try:
@@ -212,7 +214,7 @@ def _members(entry: Entry, budget: UnpackBudget, files: Iterator[tuple[str, Any]
 
 
 def _write(entry: Entry, budget: UnpackBudget, shown: str, target: Path, opened: Any) -> tuple[bool, Rejected | None]:
-    """Copy a member to `target`; whether the archive is left, and why the member is not there."""
+    """Unpack a member to `target`; if the archive is left, and why the member is not there."""
     with ScratchFile(target) as out:
         try:
             source = opened()
@@ -258,7 +260,7 @@ def _stem(name: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    """The suffix of a name where it can be one of a temporary file's."""
+    """The suffix of an unpacked member's name where it can be one of a temporary file's."""
     suffix = PurePosixPath(name).suffix.lower()
     known = suffix[1:].isalnum() and suffix.isascii() and len(suffix) <= _SHORT_SUFFIX
     return suffix if known or suffix in COMPRESSED_MAGIC else ""

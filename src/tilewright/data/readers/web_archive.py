@@ -30,7 +30,7 @@ class _DamageError(Exception):
 
 
 def unpack_warc(entry: Entry) -> Iterator[list[Entry] | Rejected]:
-    """The pages in a web archive in its order, one at a time in a temporary file."""
+    """Unpack a web archive (WARC): its pages in order, one at a time in a temporary file."""
     size, others = entry.path.stat().st_size, 0
     budget = UnpackBudget(entry, size)
     with entry.path.open("rb") as file:
@@ -97,7 +97,7 @@ def _page(
 
 
 def _header(file: IO[bytes]) -> tuple[dict[str, str], int]:
-    """Fields of a record in small letters, and the bytes of its block, which is next."""
+    """Header of a web archive's record: fields in small letters, and the bytes of its block, which is next."""
     first = file.readline(_LINE_BYTES)
     if not first.startswith(b"WARC/"):
         raise _DamageError(f"{first[:40]!a} where a record begins")
@@ -120,14 +120,15 @@ def _fields(file: IO[bytes]) -> dict[str, str]:
 
 
 def _next_record(file: IO[bytes], at: int) -> int:
-    """Where the next record begins after the line ends behind one."""
+    """Where the next record of a web archive begins after the line ends behind one."""
     while (line := file.readline(_LINE_BYTES)) and not line.strip():
         at += len(line)
     return at
 
 
 def http_answer(block: bytes, most: int) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers in small letters and body of a server's answer; nothing of the body after `most` bytes.
+    """A server's answer in a web archive: status, headers in small letters and body; nothing of the body after `most`
+    bytes.
 
     Example:
         >>> http_answer(b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n2\\r\\nhi\\r\\n0\\r\\n\\r\\n", 9)
@@ -153,7 +154,8 @@ def http_answer(block: bytes, most: int) -> tuple[int, dict[str, str], bytes]:
 
 
 def _joined(body: bytes) -> bytes:
-    """The chunks of a body; one that is not in chunks as it is: crawlers leave the header of what they joined."""
+    """The chunks of a body in a web archive joined; one that is not in chunks as it is: crawlers leave the header of
+    what they joined."""
     pieces, at = [], 0
     while True:
         end = body.find(b"\r\n", at, at + 64)

@@ -32,7 +32,7 @@ class FileContent:
 
 
 def read_content(path: Path) -> FileContent:
-    """Read the whole file to the hash of its bytes, and find if all are UTF-8.
+    """Read a file's content to the hash of its bytes, and find if all are UTF-8.
 
     Raises:
         OSError: the file cannot be read.
@@ -99,7 +99,7 @@ class Contents:
 
 
 def _load(path: Path | None) -> dict[str, tuple[str, FileContent, bool]]:
-    """The content of the file; nothing where it is missing or damaged, which costs time and no result."""
+    """Load the content hashes from the file; nothing where it is missing or damaged, which costs time and no result."""
     try:
         rows = json.loads(path.read_bytes()) if path is not None else {}
         return {name: (str(key), FileContent(**content), True) for name, (key, content) in rows.items()}

@@ -86,7 +86,8 @@ def read_csv(
 
 
 def _open(pieces: _Pieces, parse: pc.ParseOptions, convert: pc.ConvertOptions, longest: int) -> pc.CSVStreamingReader:
-    """A reader that takes bytes for Latin-1, which any are: Arrow drops rows of other bytes and reports nothing."""
+    """Open a .csv by a reader that takes bytes for Latin-1, which any are: Arrow drops rows of other bytes and reports
+    nothing."""
     read = pc.ReadOptions(use_threads=False, block_size=longest, encoding="latin-1")
     return pc.open_csv(pieces, read, parse, convert)
 
@@ -96,7 +97,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _names(name: str, path: Path, parse: pc.ParseOptions, longest: int) -> list[str]:
-    """Columns, as Latin-1 has their bytes. Reads the first block."""
+    """Names of a .csv's columns, as Latin-1 has their bytes. Reads the first block."""
     return _open(_Pieces(utf8_pieces(name, path)), parse, pc.ConvertOptions(), longest).schema.names
 
 
@@ -109,7 +110,7 @@ def _wanted(name: str, path: Path, parse: pc.ParseOptions, field: str | None, lo
 
 
 def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str | None, longest: int) -> Rejected | None:
-    """Why the file has no column `field`, or two, or None."""
+    """The problem of a .csv's header: why the file has no column `field`, or two, or None."""
     names = [_bytes(n).decode("utf-8", "replace") for n in _names(name, path, parse, longest)]
     if field is None:
         twice = next((n for n in names if names.count(n) > 1), None)

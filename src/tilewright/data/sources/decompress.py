@@ -78,7 +78,8 @@ _DECODERS: dict[str, Callable[[], _Decoder]] = {
 
 
 def utf8_pieces(name: str, path: Path) -> Iterator[bytes | Rejected]:
-    """The bytes of a plain or compressed file in pieces, as UTF-8 where its first bytes name another encoding.
+    """Decompress to UTF-8: the bytes of a plain or compressed file in pieces, as UTF-8 where its first bytes name
+    another encoding.
 
     Nothing is checked of a file without a byte-order mark. A last reject says what is lost, if anything is.
     """
@@ -170,6 +171,6 @@ def decompressed(
 
 
 def expands_too_much(name: str, num_bytes: int, compressed: int, max_expansion: float = MAX_EXPANSION) -> Rejected:
-    """The reject of a file, or a part of one, that is no text because it expands as none does."""
+    """The reject when decompressed of a file, or a part of one, that is no text because it expands as none does."""
     reason = f"expands to more than {max_expansion:g} times its size, the rest is lost"
     return rejected(name, reason, f"{format_bytes(num_bytes)} from {format_bytes(compressed)}")

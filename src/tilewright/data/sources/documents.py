@@ -57,7 +57,8 @@ class Source:
 
 
 def wide_encoding(data: bytes) -> str:
-    """The encoding that a byte-order mark at the start of `data` says, "" for UTF-8 and where there is none.
+    """The wide encoding of a source's document that a byte-order mark at the start of `data` says, "" for UTF-8 and
+    where there is none.
 
     Example:
         >>> wide_encoding("a".encode("utf-16")), wide_encoding("a".encode("utf-32")), wide_encoding(b"a")
@@ -67,7 +68,8 @@ def wide_encoding(data: bytes) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` as UTF-8 can hold it and a terminal show it: other bytes, control characters and backslashes escaped.
+    """`text` of a source's document as UTF-8 can hold it and a terminal show it: other bytes, control characters and
+    backslashes escaped.
 
     Two different texts stay different.
 
@@ -91,7 +93,7 @@ def _escape(character: str) -> str:
 
 
 def decode(name: str, data: bytes, part: str = "") -> Iterator[Record | Rejected]:
-    """The text of a file as one record; what is not text comes out as a reject.
+    """Decode a document of a source: the text of a file as one record; what is not text comes out as a reject.
 
     A file with a few lines that are not UTF-8 keeps its other lines; above a tenth it is set aside whole.
 
@@ -126,7 +128,7 @@ def decode(name: str, data: bytes, part: str = "") -> Iterator[Record | Rejected
 
 
 def not_as_marked(name: str, encoding: str, why: str, num_bytes: int = 0) -> Rejected:
-    """The reject of a text that is not in the encoding that its byte-order mark says."""
+    """The reject of a source's document that is not in the encoding that its byte-order mark says."""
     mark = encoding.upper()
     return rejected(name, f"not the {mark} that its byte-order mark says", why, num_bytes=num_bytes)
 
@@ -149,7 +151,7 @@ def _keep_good_lines(name: str, data: bytes, part: str) -> Iterator[Record | Rej
 
 
 def looks_binary(data: bytes) -> bool:
-    """True where the first 8 KiB hold a NUL, or more than a tenth control characters.
+    """True where a source's document looks binary: the first 8 KiB hold a NUL, or more than a tenth control characters.
 
     Example:
         >>> looks_binary(b"plain text\\n"), looks_binary(b"PK\\x03\\x04\\x00")
@@ -160,8 +162,8 @@ def looks_binary(data: bytes) -> bool:
 
 
 def cut(record: Record, max_chars: int = MAX_DOCUMENT_CHARS) -> Iterator[Record]:
-    """The record in pieces of at most `max_chars`, cut after a blank line, else a line, else anywhere. Pieces are
-    numbered in `part`.
+    """Cut a source's document into pieces of at most `max_chars`, after a blank line, else a line, else anywhere.
+    Pieces are numbered in `part`.
 
     Example:
         >>> [piece.text for piece in cut(text_of("x", "one two\\n\\nthree\\nfour"), 12)]

@@ -43,7 +43,8 @@ def _skip_line(file) -> None:
 def streamed_lines(
     name: str, path: Path, longest: int = LONGEST_LINE, *, cut: bool = False
 ) -> Iterator[bytes | Rejected]:
-    """Lines of a plain or compressed file. After damage, what came before it stays and one reject says what is lost.
+    """Stream lines of a plain or compressed file. After damage, what came before it stays and one reject says what is
+    lost.
 
     Args:
         name: of the file, for rejects.
@@ -83,12 +84,13 @@ def streamed_lines(
 
 
 def too_long(name: str, longest: int, num_bytes: int) -> Rejected:
-    """The reject of a line that is not held in memory."""
+    """The reject of a file's line that is too long to be held in memory."""
     return rejected(name, f"line longer than {format_bytes(longest)}", num_bytes=num_bytes)
 
 
 def _open_character(data: bytearray) -> int:
-    """Bytes at the end of UTF-8 `data` that begin a character whose rest is not there; 0 where it ends whole."""
+    """In a file's lines, bytes at the end of UTF-8 `data` that begin a character whose rest is not there; 0 where it
+    ends whole."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte & 0xC0 != 0x80:  # the first byte of a character: its high bits count the bytes

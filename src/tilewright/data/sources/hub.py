@@ -17,7 +17,7 @@ _SETTINGS = ("dataset_infos.json", "dataset_info.json", "state.json", "config.js
 
 
 def rows_files(names: Sequence[str]) -> list[str]:
-    """The files of a hub dataset's repository that have rows to train on.
+    """Files with rows of a hub dataset's repository, to train on.
 
     Example:
         >>> rows_files(["README.md", "data/train-0.parquet", "data/test-0.parquet", "dataset_infos.json"])

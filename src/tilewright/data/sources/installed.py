@@ -68,7 +68,7 @@ class InstalledText:
     items: list[_Listed | Rejected | Part]
 
     def source(self) -> Source:
-        """The source over the installed text."""
+        """The source over the `installed` text."""
         found: list[Part | Rejected] = []
         files: dict[str, int] = {}
         for item in self.items:
@@ -83,7 +83,7 @@ class InstalledText:
 
 
 def installed_source(project: str = "tilewright") -> Source:
-    """The source over the standard library and the dependency closure of `project` (itself left out).
+    """The `installed` source over the standard library and the dependency closure of `project` (itself left out).
 
     Raises:
         DataError: `project` is not installed, so its dependencies are not known.
@@ -149,21 +149,22 @@ def dependency_closure(project: str) -> list[metadata.Distribution]:
 
 
 def _find(name: str) -> metadata.Distribution | None:
-    """A distribution of this environment. Not by `sys.path`: setuptools, which torch's compiler imports, adds packages
-    of its own to it, and the text would depend on what the process has done before."""
+    """Find an installed distribution of this environment. Not by `sys.path`: setuptools, which torch's compiler
+    imports, adds packages of its own to it, and the text would depend on what the process has done before."""
     return next(iter(metadata.distributions(name=name, path=_folders())), None)
 
 
 @cache
 def _folders() -> list[str]:
-    """Where this environment has its distributions."""
+    """Folders where this environment has its installed distributions."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *user]
     return list(dict.fromkeys(folders))
 
 
 def _headers(distribution: metadata.Distribution) -> Message:
-    """Name, version and requirements. `metadata` of the library also parses the description, at each call."""
+    """Headers of an installed distribution: name, version and requirements. `metadata` of the library also parses the
+    description, at each call."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     return message_from_string(text.partition("\n\n")[0])
 
@@ -179,7 +180,7 @@ def _requires(distribution: metadata.Distribution) -> list[str]:
 
 
 def _stdlib_files() -> Iterator[_Listed | Rejected]:
-    """Files of the standard library, and folders that are not of it or hold no text."""
+    """Files of the installed standard library, and folders that are not of it or hold no text."""
     root = Path(sysconfig.get_path("stdlib"))
     for folder, folders, files in os.walk(root):
         skipped = [f for f in folders if f in _SKIP_FOLDERS or f.startswith("config-")]
@@ -193,7 +194,8 @@ def _stdlib_files() -> Iterator[_Listed | Rejected]:
 
 
 def _record_files(distribution: metadata.Distribution, record: str) -> list[tuple[str, int, str, str]]:
-    """Files with a size; those outside the package folder (scripts) differ from place to place and are left out."""
+    """Files of an installed distribution with a size; those outside the package folder (scripts) differ from place to
+    place and are left out."""
     folder = os.path.join(str(distribution.locate_file("")), "")
     return [
         (name, int(size), checksum, folder + name)
@@ -203,7 +205,7 @@ def _record_files(distribution: metadata.Distribution, record: str) -> list[tupl
 
 
 def _parts_of(name: str, size: int, path: str) -> list[Part | Rejected]:
-    """The parts that one file gives: a Python file gives code and docs, most others a reject."""
+    """The parts that one installed file gives: a Python file gives code and docs, most others a reject."""
     folder, _, file = name.rpartition("/")
     stem, suffix = posixpath.splitext(file)
     suffix = suffix.lower()
@@ -237,7 +239,7 @@ def _is_test(folder: str, stem: str) -> bool:
 
 
 def _topics_part() -> list[Part]:
-    """Python's own language reference, which `help()` shows."""
+    """A part of the installed text, Python's own language reference, which `help()` shows."""
     if find_spec("pydoc_data") is None:
         return []  # some systems package it apart from Python
     return [Part("docs", "stdlib/pydoc_data/topics", 480_000, _read_topics)]
@@ -262,7 +264,7 @@ def _read_file(name: str, path: str) -> Iterator[Record | Rejected]:
 
 
 def _long_enough(text: Record, domain: str) -> Record | Rejected:
-    """The text, or a reject where it is too short to learn from."""
+    """The installed text, or a reject where it is too short to learn from."""
     least = _MIN_CHARS[domain]
     if len(text.text) >= least:
         return text
@@ -300,7 +302,7 @@ def _read_description(name: str, path: str) -> Iterator[Record | Rejected]:
 
 
 def split_docstrings(source: str) -> tuple[str, list[tuple[int, str]]]:
-    """Python source as (code without its docstrings, [(line number, docstring), ...]).
+    """Split docstrings from installed Python source: (code without them, [(line number, docstring), ...]).
 
     A docstring is a triple-quoted string that starts a line, at the start of the file or after a line that ends in `:`.
     One that is all there is in its block stays in the code, which would be broken without it. An order of magnitude
@@ -333,7 +335,7 @@ def split_docstrings(source: str) -> tuple[str, list[tuple[int, str]]]:
 
 
 def _opens_block(source: str, line_start: int) -> bool:
-    """True if the last line of code before `line_start` ends in a colon, or there is none."""
+    """True if the last line of installed code before `line_start` opens a block: ends in a colon, or there is none."""
     while line_start > 0:
         before = source.rfind("\n", 0, line_start - 1) + 1
         line = source[before : line_start - 1].split("#")[0].rstrip()
@@ -344,7 +346,7 @@ def _opens_block(source: str, line_start: int) -> bool:
 
 
 def _body_goes_on(source: str, at: int, indent: int) -> bool:
-    """True if the next line of code from `at` on is indented by `indent` or more."""
+    """True if a block of installed code has more lines: the next one from `at` on is indented by `indent` or more."""
     for line in _lines_from(source, at):
         text = line.lstrip()
         if text and not text.startswith("#"):

@@ -23,7 +23,7 @@ _ROW_KEYS = {"messages", "conversations", "conversation", "chosen", "rejected", 
 
 
 def whole_row(value: dict) -> str:
-    """A row as one line of JSON."""
+    """A whole row of JSON as one line."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -121,7 +121,7 @@ def read_json(name: str, path: Path, field: str | None, longest: int = LONGEST_L
 
 
 def _decoded(name: str, path: Path, lost: list[Rejected]) -> Iterator[str]:
-    """Text of a file; bytes that are not UTF-8 become surrogates, so that their row alone is refused."""
+    """Decoded text of a JSON file; bytes that are not UTF-8 become surrogates, so that their row alone is refused."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     for piece in utf8_pieces(name, path):
         if isinstance(piece, Rejected):
@@ -132,7 +132,7 @@ def _decoded(name: str, path: Path, lost: list[Rejected]) -> Iterator[str]:
 
 
 def _whole(name: str, text: str, field: str | None, lost: list[Rejected], longest: int) -> Iterator[Record | Rejected]:
-    """The rows of an object that is in memory."""
+    """The rows of a JSON object that is in memory whole."""
     data = text.encode("utf-8", "surrogateescape")
     try:
         value = json.loads(data)
@@ -151,7 +151,8 @@ def _whole(name: str, text: str, field: str | None, lost: list[Rejected], longes
 def _rows_in_list(
     name: str, head: str, pieces: Iterator[str], field: str | None, depth: int, longest: int
 ) -> Iterator[Record | Rejected]:
-    """The items of every list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
+    """Rows in lists of JSON: the items of every list that opens at `depth`: 1 for the outermost value, 2 for those in
+    it."""
     others, size, example = 0, 0, ""
     for number, item in enumerate(_items(head, pieces, depth, longest), 1):
         if isinstance(item, str) and depth > 1 and not item.lstrip().startswith("{"):
@@ -169,8 +170,8 @@ def _rows_in_list(
 
 
 def _items(text: str, pieces: Iterator[str], depth: int, longest: int) -> Iterator[str | int]:
-    """Texts between the commas of the lists at `depth`. For one that is too long its length, for one that the file
-    breaks off in, its length as a negative number."""
+    """Items of JSON lists: texts between the commas of the lists at `depth`. For one that is too long its length, for
+    one that the file breaks off in, its length as a negative number."""
     level, at, start, dropped, inside = 0, 0, 0, 0, False
     while True:
         for match in _MARK.finditer(text, at):

@@ -51,7 +51,7 @@ def parquet_parts(
 
 
 def _column_bytes(row_group: pq.RowGroupMetaData, field: str | None) -> tuple[int, int]:
-    """Bytes of the text column's pages, decompressed and as they are in the file."""
+    """Bytes of a Parquet file's text column, its pages, decompressed and as they are in the file."""
     every = (row_group.column(i) for i in range(row_group.num_columns))
     columns = [column for column in every if field is None or column.path_in_schema == field]
     return sum(c.total_uncompressed_size for c in columns), sum(c.total_compressed_size for c in columns)
@@ -70,12 +70,13 @@ def _read_row_group(name: str, path: Path, group: int, field: str | None, longes
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """True if `folder` was written by `save_to_disk` of Hugging Face datasets."""
+    """True if `folder` holds Arrow files: it was written by `save_to_disk` of Hugging Face datasets."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def saved_dataset_parts(folder: Path, field: str | None, domains: tuple[str, ...]) -> list[Part | Rejected]:
-    """Parts of a saved dataset. Of several splits only `train` is read, unless `domains` names others."""
+    """Parts of a saved dataset of Arrow files. Of several splits only `train` is read, unless `domains` names
+    others."""
     if not (folder / "dataset_dict.json").is_file():
         return _split_parts("text", folder, "", field)
     splits = sorted(f.name for f in folder.iterdir() if f.is_dir() and is_saved_dataset(f))
@@ -148,7 +149,7 @@ def _read_arrow(name: str, path: Path, start: int, field: str | None, longest: i
 
 
 def _column(rows: pa.RecordBatch | pa.Table, field: str | None) -> Iterator[object]:
-    """The values of a text column, or the rows themselves."""
+    """The values of a text column of a Parquet or Arrow file, or the rows themselves."""
     if field is not None:
         return iter(rows.column(field).to_pylist())
     return iter(rows.to_pylist())

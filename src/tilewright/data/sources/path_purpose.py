@@ -42,11 +42,11 @@ class Wanted:
     one_of_several: str | None = None
 
     def named(self, setting: str, try_: str | None = None) -> "Wanted":
-        """This use of a path, as another setting names it."""
+        """This purpose of a path, as another setting names it."""
         return replace(self, setting=setting, try_=self.try_ if try_ is None else try_)
 
     def absent(self, path: Path, source: str, why: str) -> DataError:
-        """The error where there is nothing at `path`.
+        """The error of a path's purpose where there is nothing at `path`.
 
         Args:
             path: looked at.
@@ -63,7 +63,7 @@ class Wanted:
         )
 
     def unusable(self, label: str, got: str, better: str = "") -> DataError:
-        """The error where nothing at a path can be read.
+        """The error of a path's purpose where nothing there can be read.
 
         Args:
             label: the path.
@@ -143,7 +143,7 @@ INSTEAD_OF_OTHER = 'data.eval_source = ""   (evaluate what is held out of the tr
 
 
 def wanted(format: str, setting: str = _SOURCE) -> Wanted:
-    """The use of a path under a `data.format`: text, chat or preferences.
+    """The purpose of a path under a `data.format`: text, chat or preferences.
 
     Args:
         format: of what is read.
@@ -154,12 +154,12 @@ def wanted(format: str, setting: str = _SOURCE) -> Wanted:
 
 
 def wanted_validation(format: str) -> Wanted:
-    """The use of `data.eval_source` as what is held out."""
+    """The purpose of the path `data.eval_source`: what is held out."""
     return _WANTED[format].named("data.eval_source", "data.holdout = 0.02   (hold out a part of what is trained on)")
 
 
 def wanted_build(format: str) -> Wanted:
-    """The use of `read.source` of a data build.
+    """The purpose of the path `read.source` of a data build.
 
     Args:
         format: `chat.format`.
@@ -168,7 +168,8 @@ def wanted_build(format: str) -> Wanted:
 
 
 def better_format(want: Wanted, where: str, reason: str, fields: Sequence[str]) -> str:
-    """The setting under which something that was refused can be read, "" where none is known.
+    """Better format for a path's purpose: the setting under which something that was refused can be read, "" where none
+    is known.
 
     Args:
         want: the use that it was refused for.

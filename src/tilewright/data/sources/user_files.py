@@ -40,7 +40,7 @@ _Read = Callable[[], Iterator[Record | Rejected]]
 def user_source(
     source: str, text_field: str | None = "text", domains: tuple[str, ...] = (), want: Wanted | None = None
 ) -> Source:
-    """The source over a path of the user's.
+    """The source over a path of the user's files.
 
     Args:
         source: a folder or file, or a dataset of the hub, `hf://org/name`.
@@ -81,7 +81,7 @@ def user_source(
 def several_sources(
     sources: Mapping[str, str], text_field: str | None, domains: tuple[str, ...] = (), want: Wanted | None = None
 ) -> Source:
-    """One source over several paths, each a domain of the name that it is given.
+    """One source over several paths of user files, each a domain of the name that it is given.
 
     Raises:
         DataError: a path does not exist.
@@ -105,7 +105,7 @@ def several_sources(
 
 
 def existing(root: Path, source: str, want: Wanted) -> Path:
-    """`root`, which is there.
+    """`root` of the user's files, which is there.
 
     Raises:
         DataError: it is not.
@@ -120,7 +120,7 @@ def existing(root: Path, source: str, want: Wanted) -> Path:
 
 
 def _dataset_items(root: Path, found: Found, field: str | None, domains: tuple[str, ...]) -> list[Part | Rejected]:
-    """The items of a saved dataset; its files without rows are refused one by one."""
+    """The items of a user's saved dataset; its files without rows are refused one by one."""
     items = saved_dataset_parts(root, field, domains)
     named = {item.file if isinstance(item, Part) else item.path for item in items}
     for name, path, status in found.files:
@@ -131,7 +131,7 @@ def _dataset_items(root: Path, found: Found, field: str | None, domains: tuple[s
 
 
 def _watched(item: Part | Rejected, path: Path, status: os.stat_result) -> Part | Rejected:
-    """`item`, where it is a part with a reject at its end if the file has changed since `status`."""
+    """A part of the user's files, watched: `item` with a reject at its end if the file has changed since `status`."""
     if isinstance(item, Rejected):
         return item
 
@@ -148,7 +148,7 @@ def _watched(item: Part | Rejected, path: Path, status: os.stat_result) -> Part 
 def parts_of_file(
     root: Path, name: str, path: Path, status: os.stat_result, field: str | None
 ) -> list[Part | Rejected]:
-    """The parts that one file below `root` gives, or why it gives none.
+    """The parts that one of the user's files below `root` gives, or why it gives none.
 
     Raises:
         OSError: it cannot be opened.
@@ -197,7 +197,7 @@ def _is_wide(path: Path) -> bool:
 
 
 def _is_text(path: Path) -> bool:
-    """True if a file without a suffix begins as text in UTF-8, UTF-16 or UTF-32."""
+    """True if a user's file without a suffix begins as text in UTF-8, UTF-16 or UTF-32."""
     with path.open("rb") as file:
         head = file.read(1 << 13)
     if wide_encoding(head):
@@ -245,7 +245,8 @@ def _read_text_segment(name: str, path: Path, start: int, end: int) -> Iterator[
 
 
 def _read_streamed_text(name: str, path: Path) -> Iterator[Record | Rejected]:
-    """The text in documents of about a segment, cut at line ends if there are any: never in memory whole."""
+    """The text of a user's file in documents of about a segment, cut at line ends if there are any: never in memory
+    whole."""
     block, held, number = [], 0, 0
     for line in streamed_lines(name, path, SEGMENT_BYTES, cut=True):
         if isinstance(line, Rejected):

@@ -30,12 +30,14 @@ class Found:
 
 
 def stat_key(status: os.stat_result) -> str:
-    """A key that changes with each write to a file, and with each other file that takes its place."""
+    """When walking files, a key that changes with each write to a file, and with each other file that takes its
+    place."""
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_dev}:{status.st_ino}"
 
 
 def find_files(root: Path) -> Found:
-    """Find all files at or below the folder `root`, in a fixed order. Real files and folders come before links to them.
+    """Walk a folder: find all files at or below `root`, in a fixed order. Real files and folders come before links to
+    them.
 
     Raises:
         HardwareError: too many open files, or no memory.
@@ -60,8 +62,8 @@ def find_files(root: Path) -> Found:
 
 
 def _bounds(root: Path) -> Path:
-    """The folder that links may lead into: the source, or all of a cached repository of the hub, whose snapshots are
-    links into its `blobs`."""
+    """The bounds of a walk: the folder that links may lead into: the source, or all of a cached repository of the hub,
+    whose snapshots are links into its `blobs`."""
     real = Path(os.path.realpath(root))
     cached = real.parent.parent
     return cached if real.parent.name == "snapshots" and (cached / "blobs").is_dir() else real
@@ -76,7 +78,8 @@ def _list(
     links: list[tuple[str, Path]],
     inside: Path,
 ) -> list[tuple[str, Path]]:
-    """Add the files of `folder`; returns its sub-folders. Links are put off until everything real is known."""
+    """List a folder on a walk: add the files of `folder`; returns its sub-folders. Links are put off until everything
+    real is known."""
     try:
         with os.scandir(folder) as entries:
             names = sorted((e for e in entries), key=lambda e: os.fsencode(e.name))

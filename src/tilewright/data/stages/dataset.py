@@ -96,7 +96,7 @@ def assemble(index: int, settings: SimpleNamespace, folder: Path, **inputs: Any)
 
 
 def _join(parts: list[Path], out: Path) -> None:
-    """One stream of several."""
+    """Join several streams of the dataset to one."""
     with NpyWriter(out, np.load(parts[0], mmap_mode="r", allow_pickle=False).dtype) as writer:
         for part in parts:
             values = np.load(part, mmap_mode="r", allow_pickle=False)
@@ -105,7 +105,7 @@ def _join(parts: list[Path], out: Path) -> None:
 
 
 def _documents(done: Finished, out: Path) -> None:
-    """One row per run, in the order of the streams."""
+    """Documents of the dataset: one row per run, in the order of the streams."""
     import pyarrow as pa
 
     columns = (*DOCUMENT_COLUMNS, *_OF_RENDERINGS) if done.chat else DOCUMENT_COLUMNS
@@ -158,7 +158,7 @@ class _Refused:
 
 
 def _rejects(done: Finished, out: Path, lines: Path) -> _Refused:
-    """Copy the rejects of each shard into one Parquet file, and list them by rule."""
+    """Rejects in the dataset: copy those of each shard into one Parquet file, and list them by rule."""
     refused = _Refused()
     listed: Counter[str] = Counter()
     out.mkdir()
@@ -186,7 +186,7 @@ def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
-    """Counts over the dataset and by domain, with the keys that every kind of prepared text has.
+    """Summary of the dataset: counts over it and by domain, with the keys that every kind of prepared text has.
 
     `domains` has those with tokens, which training tells apart; `records` has all: records by modality, and how many
     `dropped`.
@@ -268,7 +268,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
 
 
 def _said_of_chat(done: Finished) -> dict[str, Any]:
-    """The facts of conversations, with an example; nothing of text."""
+    """The dataset's facts of conversations, with an example; nothing of text."""
     if not done.chat:
         return {}
     examples = (json.loads((one / EXAMPLE).read_bytes()) for one in done.encoded)
@@ -276,7 +276,8 @@ def _said_of_chat(done: Finished) -> dict[str, Any]:
 
 
 def _count(by_domain: dict[str, Counter[str]], split: str, batch: Mapping[str, list[Any]]) -> None:
-    """Runs, bytes and tokens of a row group; of renderings the first of each conversation counts as one."""
+    """Count for the dataset runs, bytes and tokens of a row group; of renderings the first of each conversation counts
+    as one."""
     several = "trained" in batch  # renderings of one conversation
     trained = batch.get("trained", [0] * len(batch["chunk"]))
     columns = (*(batch[name] for name in ("domain", "bytes", "tokens", "chunk")), trained)
@@ -289,7 +290,8 @@ def _count(by_domain: dict[str, Counter[str]], split: str, batch: Mapping[str, l
 
 
 def _count_kinds(kinds: dict[str, Counter[str]], batch: Mapping[str, list[Any]], known: set[str]) -> None:
-    """Records of each modality by domain; windows of a record are one, and those of the ids `known` were counted."""
+    """Count kinds in the dataset: records of each modality by domain; windows of a record are one, and those of the ids
+    `known` were counted."""
     for name, domain, modality, chunk in zip(*(batch[n] for n in ("id", "domain", "modality", "chunk")), strict=True):
         kinds.setdefault(domain, Counter())[modality] += chunk == 0 and name not in known
 

@@ -79,7 +79,7 @@ class Shard:
     split: Path
 
     def texts(self) -> Iterator[KeptText]:
-        """All texts of a shard that stay so far; a record whose tail is held out comes twice."""
+        """All texts of a shard to encode that stay so far; a record whose tail is held out comes twice."""
         cut = {int(doc): at for doc, at in json.loads((self.split / "split.json").read_bytes())["cut"].items()}
         where = np.load(self.split / f"{self.number:05}.npy", allow_pickle=False)
         alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)
@@ -102,7 +102,7 @@ class Shard:
 
 
 def with_scores(scores: str, side: Mapping[str, Any]) -> str:
-    """The scores of a record, a JSON object, with those of its row in the side table.
+    """Scores of an encoded record, a JSON object, with those of its row in the side table.
 
     Example:
         >>> with_scores('{"language": 0.5}', {"quality": 0.25, "contrast": None, "bits_per_byte": None})
@@ -126,7 +126,8 @@ def make_tokenizer(
     split: Path,
     given: str,
 ) -> Mapping[str, Any]:
-    """Train the tokenizer on a sample of the training text, or copy the given one, into `folder`/tokenizer."""
+    """Make the tokenizer to encode with: train it on a sample of the training text, or copy the given one, into
+    `folder`/tokenizer."""
     if given:
         tokenizer = load_tokenizer(given)
     else:
@@ -137,7 +138,8 @@ def make_tokenizer(
 
 
 def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
-    """Training texts by a seeded hash, in the order of the dataset, so that domains keep their proportions."""
+    """Sample of the training texts for the tokenizer that encodes them, by a seeded hash, in the order of the dataset,
+    so that domains keep their proportions."""
     docs, sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for shard in shards:
         where = np.load(shard.split / f"{shard.number:05}.npy", allow_pickle=False)
@@ -233,7 +235,8 @@ def encode_shard(
 
 
 def clusters_of(clusters: Path, shard: int) -> dict[int, int]:
-    """The clusters of near-copies of a shard's records, by their numbers; one without near-copies is its own."""
+    """For encoded rows, the clusters of near-copies of a shard's records, by their numbers; one without near-copies is
+    its own."""
     known = np.load(clusters / "clusters.npy", allow_pickle=False)
     known = known[shard_of(known["doc"]) == shard]
     return dict(zip(known["doc"].tolist(), known["cluster"].tolist(), strict=True))
@@ -241,8 +244,8 @@ def clusters_of(clusters: Path, shard: int) -> dict[int, int]:
 
 @lru_cache(maxsize=1)
 def _loaded(folder: Path, digests: tuple[str, ...], quick: bool) -> Tokenizer:
-    """The tokenizer, once for all shards that a process encodes: the words that it remembers are a third of the work.
-    `digests` say of which content; `quick`: tiktoken encodes, where this process has it."""
+    """The tokenizer to encode with, loaded once for all shards that a process encodes: the words that it remembers are
+    a third of the work. `digests` say of which content; `quick`: tiktoken encodes, where this process has it."""
     tokenizer = load_tokenizer(folder)
     found = with_ranks(tokenizer) if quick else ""
     return found if isinstance(found, Tokenizer) else tokenizer
@@ -274,7 +277,8 @@ class _Part:
         self._trained = stream(".trained", np.dtype("u1")) if masked else None
 
     def add(self, texts: list[KeptText], cluster_of: Mapping[int, int]) -> Iterator[tuple[KeptText, str]]:
-        """Encode `texts` and write their runs; yields those that the tokenizer fails on, and what it said.
+        """Add to a part: encode `texts` and write their runs; yields those that the tokenizer fails on, and what it
+        said.
 
         Args:
             texts: of this part.
@@ -309,7 +313,8 @@ class _Part:
     def _run(
         self, text: KeptText, cluster_of: Mapping[int, int], ids: list[int], span: Window, number: int, data: bytes
     ) -> None:
-        """Write one run of a text: its stream positions `span` of `ids`, whose targets stand for the bytes `data`."""
+        """Write one encoded run of a text: its stream positions `span` of `ids`, whose targets stand for the bytes
+        `data`."""
         context = span.target - span.start if number else 0
         tokens = span.stop - span.target - (span.stop == len(ids))
         self.num_tokens += tokens
@@ -342,7 +347,7 @@ class GivenTokenizer(StageInput):
 
 
 def of_text(units: Callable[[Context], int]) -> Callable[[Context], int]:
-    """Units of a stage that builds of conversations do not have."""
+    """Units of a stage that encodes text, which builds of conversations do not have."""
     return lambda c: 0 if c.build.chat.is_on else units(c)
 
 

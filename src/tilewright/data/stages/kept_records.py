@@ -29,7 +29,7 @@ KEPT = pa.schema(
 
 
 def survivors(kept: Path, *drops: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Rows of a `kept.parquet` whose `row` is in none of the sorted arrays `drops`."""
+    """Kept records that survive: rows of a `kept.parquet` whose `row` is in none of the sorted arrays `drops`."""
     gone = set(np.concatenate([np.zeros(0, np.int64), *drops]).tolist())
     for row in rows(kept):
         if row["row"] not in gone:
@@ -37,7 +37,7 @@ def survivors(kept: Path, *drops: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def reject_of(row: Mapping[str, Any], stage: str, reason: DropReason, num_bytes: int | None = None) -> dict[str, Any]:
-    """The row of `tables.REJECTS` of a record that a stage drops.
+    """The reject of a record that a stage does not keep: a row of `tables.REJECTS`.
 
     Args:
         row: of the record: path, part, text, domain and id.

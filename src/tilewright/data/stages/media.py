@@ -60,12 +60,12 @@ class ArrayWriter:
         self._table = self._files.enter_context(TableWriter(folder / "arrays.parquet", ARRAYS)) if wanted else None
 
     def append(self, record: Record) -> None:
-        """Write the arrays of a record's images and sounds that are asked for."""
+        """Append the media arrays of a record's images and sounds that are asked for."""
         for kind, array in record.arrays.items():
             self.write(record.id, kind, array[None] if kind == "pixels" else array)
 
     def write(self, record_id: str, kind: str, entries: np.ndarray) -> int:
-        """Write the array (pixels or log-mel frames) of one record; returns where its entries begin."""
+        """Write the media array (pixels or log-mel frames) of one record; returns where its entries begin."""
         first = self._next[kind]
         self._arrays[kind].append(entries)
         assert self._table is not None
@@ -120,7 +120,7 @@ def _open(path: Path) -> np.ndarray:
 
 
 def _staying(repaired: Path, kept: Path, split: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Records of images and sounds that stay, and the part that each goes to."""
+    """Staying records of media, images and sounds, and the part that each goes to."""
     parts = np.load(split, allow_pickle=False).tolist()
     part_of = {row["row"]: part for row, part in zip(rows(kept / "kept.parquet", ("row",)), parts, strict=True)}
     for first, batch in batches(repaired / "records.parquet"):

@@ -55,5 +55,5 @@ STAGES = (
 
 
 def stage_named(name: str) -> BuildStage:
-    """The stage of that name."""
+    """The stage of that name in the build's plan."""
     return next(stage for stage in STAGES if stage.name == name)

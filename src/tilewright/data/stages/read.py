@@ -62,7 +62,7 @@ class ShardFiles(StageInput):
 def read_shard(
     index: int, settings: SimpleNamespace, folder: Path, *, files: FilesToRead, format: str
 ) -> Mapping[str, Any]:
-    """Write the records and rejects of a shard's files into `folder`; returns counts.
+    """Read a shard: write the records and rejects of its files into `folder`; returns counts.
 
     Args:
         index: of the shard.
@@ -104,13 +104,13 @@ def read_shard(
 
 
 def _of_whole_rows(settings: SimpleNamespace) -> SimpleNamespace:
-    """Settings with which rows are read whole, and none is cut."""
+    """Settings with which rows are read whole, and none is cut, in the first stage."""
     read = SimpleNamespace(**vars(settings.read) | {"text_field": None, "max_chars": sys.maxsize})
     return SimpleNamespace(**vars(settings) | {"read": read})
 
 
 def read_item(item: Item, build: DataBuild | SimpleNamespace) -> Items:
-    """The records of an item under the settings `build`, and a reject where it changed meanwhile.
+    """Read an item: its records under the settings `build`, and a reject where it changed meanwhile.
 
     Raises:
         DataError: the file could be read when it was listed, and cannot any more: what a unit says of it is kept for
@@ -155,7 +155,8 @@ def _read(item: Item, build: DataBuild | SimpleNamespace) -> Items:
 
 
 def _cut(record: Record, max_chars: int) -> Items:
-    """The record in pieces of at most `max_chars`, each with an id; a reject where its text cannot be written."""
+    """Cut a record that was read into pieces of at most `max_chars`, each with an id; a reject where its text cannot be
+    written."""
     try:
         data = record.text.encode()
     except UnicodeEncodeError as error:
@@ -173,7 +174,8 @@ def _cut(record: Record, max_chars: int) -> Items:
 
 
 def _id(record: Record, part: str, start: int, data: bytes) -> str:
-    """Of place and content: the same piece `data` of a record has the same id in every build."""
+    """Id of a record that was read, of place and content: the same piece `data` of a record has the same id in every
+    build."""
     place = f"{record.domain}\0{record.path}\0{part}\0{start}\0"
     return xxhash.xxh3_128_hexdigest(place.encode("utf-8", "backslashreplace") + data)
 

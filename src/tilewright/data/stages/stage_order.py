@@ -10,42 +10,42 @@ _AFTER_COPIES = ("unique", "sample")
 
 
 def before_filters(build: DataBuild) -> str:
-    """The stage whose records filters of the user judge."""
+    """In the order of stages, the one whose records filters of the user judge."""
     return _before(build, "filters")
 
 
 def before_quality(build: DataBuild) -> str:
-    """The stage whose records are scored for quality."""
+    """In the order of stages, the one whose records are scored for quality."""
     return _before(build, "quality")
 
 
 def before_noise(build: DataBuild) -> str:
-    """The stage whose records are scored for noise."""
+    """In the order of stages, the one whose records are scored for noise."""
     return _before(build, "noise")
 
 
 def before_copies(build: DataBuild) -> str:
-    """The stage whose records the search for copies begins with."""
+    """In the order of stages, the one whose records the search for copies begins with."""
     return _last_of(build, _BEFORE_COPIES)
 
 
 def last_kept(build: DataBuild) -> str:
-    """The stage whose records are the dataset's."""
+    """In the order of stages, the last one whose records are the dataset's."""
     return _last_of(build, _AFTER_COPIES)
 
 
 def encoding(build: DataBuild) -> str:
-    """The stage that makes token streams of the records."""
+    """In the order of stages, the one that makes token streams of the records."""
     return "render" if build.chat.is_on else "encode"
 
 
 def with_tokenizer(build: DataBuild) -> str:
-    """The stage whose folder `tokenizer` is the dataset's."""
+    """In the order of stages, the one whose folder `tokenizer` is the dataset's."""
     return "template" if build.chat.is_on else "tokenizer"
 
 
 def rejecting(build: DataBuild) -> list[str]:
-    """The stages that write rejects of each shard, in their order."""
+    """In their order, the stages that write rejects of each shard, in their order."""
     names = ("read", "repair", *_BEFORE_COPIES, *_AFTER_COPIES, encoding(build))
     return [name for name in names if _is_on(build, name)]
 
@@ -59,7 +59,7 @@ def _last_of(build: DataBuild, names: tuple[str, ...]) -> str:
 
 
 def _is_on(build: DataBuild, name: str) -> bool:
-    """True if a stage is on; most always are."""
+    """True if a stage of the order is on; most always are."""
     switches = {"quality": build.quality.is_on, "noise": build.noise.is_on, "sample": build.sample.is_on}
     switches["filters"] = build.filters.is_on
     return switches.get(name, True)

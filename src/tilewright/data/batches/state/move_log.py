@@ -74,7 +74,8 @@ class MoveLog:
         self._take((0, ""), [line_of(row) for row in rows])
 
     def go_to(self, mark: Mark) -> None:
-        """Go back to a mark of this log, or on with another one, whose rows are unknown until `keep_in` finds them."""
+        """Go back to a mark of the stream's log, or on with another one, whose rows are unknown until `keep_in` finds
+        them."""
         if mark == self.mark:
             return
         lines, base = (self._lines, self._base) if self._path is None else (_lines(self._path), (0, ""))
@@ -105,7 +106,7 @@ class MoveLog:
         return asked, f"is not the log of this checkpoint, and is now {aside}" if aside else "is not there"
 
     def _take(self, base: Mark, lines: list[bytes]) -> None:
-        """Have these lines and no others."""
+        """Take these lines and no others into the stream's log."""
         self._base, self._lines, self.mark = base, lines, chained(lines, base)
         if self._path is None:
             return
@@ -117,7 +118,7 @@ class MoveLog:
             raise _cannot_write(self._path, error) from error
 
     def read_in(self, path: Path, mark: Mark | None) -> list[Row]:
-        """The rows of a log that another process may be writing, those behind the mark too.
+        """The rows of a stream's log that another process may be writing, those behind the mark too.
 
         Args:
             path: of the log.
@@ -137,7 +138,7 @@ class MoveLog:
 
     @staticmethod
     def ask(path: Path, row: Mapping[str, Any]) -> None:
-        """Add a row to a log that no run is writing, for the run that goes on with it.
+        """Ask in a stream's log for a move: add a row to one that no run is writing, for the run that continues it.
 
         Raises:
             DataError: the file cannot be written.
@@ -162,7 +163,7 @@ class MoveLog:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Whole lines of a file; none where it is not there."""
+    """Whole lines of a stream's log file; none where it is not there."""
     try:
         return path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -190,7 +191,7 @@ def _write(path: Path, line: bytes) -> None:
 
 
 def _set_aside(path: Path) -> str | None:
-    """The new name of a file, None where there was none."""
+    """Set a stream's log file aside: its new name, None where there was none."""
     if not path.exists():
         return None
     number = 1

@@ -30,8 +30,8 @@ class KeptLog(NamedTuple):
 
 
 def asked_skips(rows: Sequence[Row]) -> list[tuple[int, int, str]]:
-    """The samples that rows behind a checkpoint ask to leave out. Rows of another shape, which we do not write, are
-    passed over."""
+    """The samples that rows of a stream's state behind a checkpoint ask to leave out. Rows of another shape, which we
+    do not write, are passed over."""
     found = []
     for row in rows:
         samples = row.get("samples")
@@ -41,7 +41,8 @@ def asked_skips(rows: Sequence[Row]) -> list[tuple[int, int, str]]:
 
 
 def weights_key(weights: Mapping[str, float]) -> str:
-    """Names weights in a few characters: what a user asked for, to see whether it is what was asked for last."""
+    """A key of weights in a stream's state, a few characters: what a user asked for, to see if it is what was asked for
+    last."""
     return xxhash.xxh3_64_hexdigest(repr([float(weight) for weight in weights.values()]).encode())
 
 

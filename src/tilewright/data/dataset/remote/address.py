@@ -114,7 +114,7 @@ class Remote:
 
 
 def wrong(content: bytes, size: int | None, digest: str | None) -> str | None:
-    """The damage of a fetched file's content, or None.
+    """The damage of a file fetched from an address, or None.
 
     Example:
         >>> wrong(b"abc", 4, None)

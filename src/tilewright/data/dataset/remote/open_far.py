@@ -31,12 +31,12 @@ class FarData:
     streaming: Streaming
 
     def prepared(self, packed: Path) -> PreparedShards:
-        """The data, with rows from this entry."""
+        """The far data, opened, with rows from this entry."""
         return PreparedShards(self.corpus, packed, self.datasets, self.cache, self.streaming)
 
 
 def addresses_of(source: str, sources: Mapping[str, str], setting: str = "data.source") -> dict[str, str]:
-    """Addresses by domain, one under an empty name; none where data is on this machine.
+    """Addresses of far data to open, by domain, one under an empty name; none where data is on this machine.
 
     Raises:
         ConfigError: some sources are addresses, and some are not.
@@ -55,7 +55,7 @@ def addresses_of(source: str, sources: Mapping[str, str], setting: str = "data.s
 
 
 def check_text(task: str, format: str) -> None:
-    """Raise where what is asked for is no text.
+    """Check far data before it is opened: raise where what is asked for is no text.
 
     Raises:
         DataError: images, conversations or preferences.
@@ -95,7 +95,7 @@ def open_far(
     domains: tuple[str, ...],
     seconds: dict[str, float],
 ) -> FarData:
-    """Find the datasets and bring what training reads of them besides the shards.
+    """Open far data: find the datasets and bring what training reads of them besides the shards.
 
     Args:
         addresses: by domain.

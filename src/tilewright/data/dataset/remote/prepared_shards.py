@@ -92,28 +92,29 @@ class PreparedShards(PreparedData):
         return TextRows(tokens, packing, self.seq_len, self.task == "causal_lm", marks)
 
     def follow(self, mixture: Mixture, sample: int) -> None:
-        """Read the shards that a mixture wants next: see `ReadAhead.follow`."""
+        """Follow the mixture in prepared shards: read those that it wants next: see `ReadAhead.follow`."""
         self.reader.follow(mixture, sample)
 
     @property
     def rows_per_call(self) -> int:
-        """Rows of one reading call: those of one step, so that what cannot be read is blank for as few steps as can
-        be."""
+        """Rows of one reading call of prepared shards: those of one step, so that what cannot be read is blank for as
+        few steps as can be."""
         return 1
 
     @property
     def read_s(self) -> float:
-        """Seconds that rows have waited for shards."""
+        """Seconds that rows of prepared shards have waited for them."""
         return self.reader.counts.wait_s
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
-        """Training rows as arrays: see `PreparedData`. Rows of a shard that cannot be read are blank, and counted."""
+        """Training rows of prepared shards as arrays: see `PreparedData`. Rows of a shard that cannot be read are
+        blank, and counted."""
         arrays = super().train_arrays(picks, seed)
         self._count_blank(picks)
         return arrays
 
     def joined(self, picks: Picks, seed: int, length: int) -> dict[str, np.ndarray]:
-        """See `PreparedData` and `train_arrays`."""
+        """Documents of prepared shards behind each other: see `PreparedData` and `train_arrays`."""
         arrays = super().joined(picks, seed, length)
         self._count_blank(picks)
         return arrays
@@ -134,11 +135,11 @@ class PreparedShards(PreparedData):
 
     @cached_property
     def places(self) -> list[int]:
-        """The places, among all shards, of those whose domains are kept."""
+        """The places of prepared shards among all, of those whose domains are kept."""
         return [place for of_domain in self.reader.places for place in of_domain]
 
     def rows_of_shard(self, place: int) -> int:
-        """Training rows of a shard."""
+        """Training rows of a prepared shard."""
         return [count for counts in self.shard_rows.values() for count in counts][self.places.index(place)]
 
 

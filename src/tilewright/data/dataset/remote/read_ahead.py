@@ -87,17 +87,18 @@ class ReadAhead:
 
     @property
     def away(self) -> dict[str, str]:
-        """Domains whose source is away, and why."""
+        """Domains whose source is away from reading ahead, and why."""
         with self._lock:
             return {name: why for name, (_, why) in self._away.items()}
 
     def suspect(self, domain: str, why: str) -> None:
-        """Take a source for away until it answers: it was when the run began, or when its checkpoint was written."""
+        """Suspect a source that is read ahead: take it for away until it answers: it was when the run began, or when
+        its checkpoint was written."""
         with self._lock:
             self._away.setdefault(domain, (-math.inf, why))
 
     def check_room(self) -> None:
-        """Raise where the cache has no room for a window of each domain.
+        """Check room to read ahead: raise where the cache has none for a window of each domain.
 
         Raises:
             DataError: with the bytes that are needed.
@@ -117,7 +118,8 @@ class ReadAhead:
             )
 
     def follow(self, mixture: Mixture, sample: int) -> None:
-        """The next sample is this one, of this mixture: let go what is behind it, and fetch what comes.
+        """Follow samples when reading ahead: the next one is this, of this mixture: free what is behind it, and fetch
+        what comes.
 
         Args:
             mixture: of samples.
@@ -136,7 +138,7 @@ class ReadAhead:
         self._try_again()
 
     def bytes_of(self, place: int) -> bytes | Path | Unreadable:
-        """A shard's content, or where it is; waits until it is there.
+        """Bytes of a shard read ahead: its content, or where it is; waits until it is there.
 
         Raises:
             DataError: the sources of all domains are away.
@@ -167,7 +169,7 @@ class ReadAhead:
         return found
 
     def close(self) -> None:
-        """Stop the threads and let all shards go."""
+        """Close reading ahead: stop the threads and free all shards."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._pool = None
@@ -176,7 +178,7 @@ class ReadAhead:
         self.cache.close()
 
     def _cancel_waiting(self) -> None:
-        """Reads that have not begun: others may come first now."""
+        """Cancel reads ahead that have not begun: others may come first now."""
         with self._lock:
             for place in [place for place, future in self._futures.items() if future.cancel()]:
                 del self._futures[place]
@@ -233,7 +235,7 @@ class ReadAhead:
         return path or content
 
     def _note_away(self, domain: str, why: str) -> None:
-        """All that is left of the domain's shards is held from now on."""
+        """Note a source as away when reading ahead: all that is left of the domain's shards is held from now on."""
         with self._lock:
             self._away[domain] = time.monotonic(), why
         for shard in self.shards:
@@ -241,7 +243,7 @@ class ReadAhead:
                 self.cache.hold(shard.digest)
 
     def _try_again(self) -> None:
-        """Ask sources that are away, one read each, whether they have returned."""
+        """Try sources that are away again before reading ahead, one read each, to see if they have returned."""
         for name, (tried, why) in list(self._away.items()):
             if time.monotonic() - tried < self.return_s:
                 continue

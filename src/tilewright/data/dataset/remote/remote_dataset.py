@@ -44,12 +44,12 @@ class RemoteDataset:
 
     @property
     def shards(self) -> tuple[TokenShard, ...]:
-        """The shards, with the dataset's own name as their domain where it has one."""
+        """The shards of a remote dataset, with its own name as their domain where it has one."""
         return tuple(replace(one, domain=self.name or one.domain) for one in self.index.shards)
 
 
 def find_dataset(name: str, remote: Remote, known: Path | None = None) -> RemoteDataset:
-    """The dataset at an address.
+    """Find the remote dataset at an address.
 
     Args:
         name: of its domain, where it is one of several.
@@ -90,7 +90,7 @@ def find_dataset(name: str, remote: Remote, known: Path | None = None) -> Remote
 
 
 def _recalled(name: str, remote: Remote, kept: Path, why: str) -> RemoteDataset | None:
-    """The content of an address when it was last read; None where that is not known."""
+    """The recalled content of a remote dataset's address when it was last read; None where that is not known."""
     try:
         both = json.loads(kept.read_bytes())
         index = ShardIndex.of(json.dumps(both[INDEX]).encode(), str(kept))
@@ -103,12 +103,12 @@ def _recalled(name: str, remote: Remote, kept: Path, why: str) -> RemoteDataset 
 
 
 def fingerprint(datasets: Sequence[RemoteDataset]) -> str:
-    """Names the content of all."""
+    """The fingerprint of remote datasets: names the content of all."""
     return fingerprint_of([[one.name, one.content["fingerprint"], list(one.content["shards"])] for one in datasets])
 
 
 def check_alike(datasets: Sequence[RemoteDataset]) -> None:
-    """Raise where datasets cannot be one.
+    """Check that remote datasets are alike: raise where they cannot be one.
 
     Raises:
         DataError: with what differs.
@@ -131,7 +131,8 @@ def _tokenizer(dataset: RemoteDataset) -> list[Any]:
 
 
 def bring(folder: Path, datasets: Sequence[RemoteDataset], *, progress: ProgressBar) -> None:
-    """Fill `folder` with what training reads besides the shards. Documents are in the order of the shards.
+    """Bring a remote dataset: fill `folder` with what training reads besides the shards. Documents are in the order of
+    the shards.
 
     Raises:
         DataError: a file is missing or damaged, or an address cannot be read.
@@ -163,7 +164,7 @@ def bring(folder: Path, datasets: Sequence[RemoteDataset], *, progress: Progress
 
 
 def joined_index(datasets: Sequence[RemoteDataset]) -> ShardIndex:
-    """One index of the shards of several datasets, those of a domain behind each other, the domains by name."""
+    """One index of the shards of several remote datasets, those of a domain behind each other, the domains by name."""
     shards = sorted((shard for one in datasets for shard in one.shards), key=lambda shard: shard.domain)
     return ShardIndex(datasets[0].index.dtype, any(one.index.marked for one in datasets), tuple(shards))
 
@@ -182,7 +183,7 @@ def _fetched(remote: Remote, name: str, size: int, digest: str) -> bytes:
 
 
 def _join(datasets: Sequence[RemoteDataset], parts: Sequence[Path], folder: Path) -> None:
-    """Held-out streams behind each other, one tokenizer, sums of what summaries count."""
+    """Join remote datasets: held-out streams behind each other, one tokenizer, sums of what summaries count."""
     (parts[0] / "tokenizer").rename(folder / "tokenizer")
     for name in ("holdout.npy", "holdout.bytes.npy", "holdout.trained.npy"):
         found = [np.load(part / name, allow_pickle=False) for part in parts if (part / name).exists()]

@@ -35,7 +35,8 @@ class ShardCache:
         self._said_full = False
 
     def hold(self, digest: str) -> Path | None:
-        """The file of a shard, which stays until `release`; None where it is not there, or was damaged and is gone."""
+        """Hold a shard in the cache: its file, which stays until `release`; None where it is not there, or was damaged
+        and is gone."""
         path = self.folder / f"{digest}{_SUFFIX}"
         if digest in self._held:
             return path
@@ -79,19 +80,19 @@ class ShardCache:
         self._said_full = True
 
     def release(self, digest: str) -> None:
-        """Let a shard of the cache go; it stays while there is room, and longer than those let go before."""
+        """Release a shard of the cache; it stays while there is room, and longer than those released before."""
         if (file := self._held.pop(digest, None)) is not None:
             os.utime(file.fileno())
             file.close()
 
     def close(self) -> None:
-        """Let all shards of the cache go."""
+        """Close the cache of shards: release all of them."""
         for digest in list(self._held):
             self.release(digest)
 
     @contextlib.contextmanager
     def fetching(self, digest: str) -> Iterator[None]:
-        """While one process fetches a shard, others wait, and find it."""
+        """While one process fetches a shard into the cache, others wait, and find it."""
         path = self.folder / f"{digest}.{_LOCK}"
         with contextlib.ExitStack() as files:
             try:
@@ -108,7 +109,7 @@ class ShardCache:
                 path.unlink(missing_ok=True)  # who waits for the removed one fetches, at worst, once more
 
     def _make_room(self, size: int) -> bool:
-        """Remove what no process uses, longest first, until so many bytes fit."""
+        """Make room in the cache of shards: remove what no process uses, longest first, until so many bytes fit."""
         for left in self.folder.glob(f"*{_PART}"):  # of a process that was killed: only who has the lock writes
             left.unlink()
         found = sorted((path.stat().st_mtime_ns, path) for path in self.folder.glob(f"*{_SUFFIX}"))
@@ -128,7 +129,7 @@ class ShardCache:
 
 
 def _removed(path: Path) -> int | None:
-    """Bytes of a file that is now removed; None where somebody holds it."""
+    """Bytes of a cached shard's file that is now removed; None where a process holds it."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +141,7 @@ def _removed(path: Path) -> int | None:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """True if an open file is still the one at the path."""
+    """True if an open file of a cached shard is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

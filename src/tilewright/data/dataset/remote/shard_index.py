@@ -51,7 +51,7 @@ class ShardIndex:
 
     @classmethod
     def of(cls, content: bytes, where: str) -> "ShardIndex":
-        """Read an index.
+        """Read an index of shards.
 
         Raises:
             DataError: it is none, or one of another version.
@@ -71,13 +71,13 @@ class ShardIndex:
             ) from error
 
     def to_json(self) -> str:
-        """The index as JSON text, as it is written."""
+        """The index of shards as JSON text, as it is written."""
         head = {"format": FORMAT, "dtype": self.dtype, "marked": self.marked}
         return json.dumps(head | {"shards": [asdict(shard) for shard in self.shards]}, indent=1, ensure_ascii=False)
 
 
 def by_domain(domains: list[str]) -> np.ndarray:
-    """The order of documents in shards: domain after domain, in each as they were.
+    """The order of documents in indexed shards: domain after domain, in each as they were.
 
     Example:
         >>> by_domain(["code", "docs", "code"]).tolist()
@@ -124,7 +124,7 @@ def _bytes(values: np.ndarray, spans: list[slice]) -> bytes:
 
 
 def _groups(lengths: np.ndarray, domains: list[str], most: int) -> Iterator[np.ndarray]:
-    """Documents of each shard."""
+    """Documents of each shard of the index."""
     order = by_domain(domains)
     begin, filled = 0, 0
     for at, document in enumerate(order.tolist()):

@@ -31,11 +31,11 @@ class ShardTokens:
         self._open: dict[int, tuple[bytes | Path | Unreadable, Arrays]] = {}
 
     def __getitem__(self, at: np.ndarray | slice) -> np.ndarray:
-        """Tokens at these positions."""
+        """Tokens of shards at these positions."""
         return self._taken(at, marks=False)
 
     def marks(self) -> "_Marks":
-        """1 where a token is a target."""
+        """Marks of shards' tokens: 1 where one is a target."""
         return _Marks(self)
 
     def _taken(self, at: np.ndarray | slice, *, marks: bool) -> np.ndarray:

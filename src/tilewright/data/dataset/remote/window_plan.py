@@ -81,14 +81,14 @@ class WindowPlan:
         return list(dict.fromkeys(place for places in self._wanted.values() for place in places))
 
     def clear(self) -> None:
-        """Want no shards."""
+        """Clear the plan of windows: want no shards."""
         self._mixture = None
         self._wanted.clear()
         self._uses.clear()
         self._kept.clear()
 
     def _begin(self, mixture: Mixture, block: int, read: Collection[int]) -> None:
-        """Other windows come first; what was read of the others is kept."""
+        """Begin the plan with other windows, which come first; what was read of the others is kept."""
         if self._mixture is None or self._mixture.seed != mixture.seed:
             self._kept.clear()  # other shards are in other windows
         else:
@@ -103,7 +103,8 @@ class WindowPlan:
         self._reached = [place for at, of in enumerate(self._places) if weighed[at] for place in of]
 
     def _extend(self, counts: Sequence[int]) -> None:
-        """Want the windows of the next blocks, as far as there is room; those of the first block in any case."""
+        """Extend the plan by the windows of the next blocks, as far as there is room; those of the first block in any
+        case."""
         for _ in range(_MOST_BLOCKS):
             first = self._head == self._block
             self._is_full = not first and all(place in self._uses for place in self._reached)
@@ -132,7 +133,7 @@ class WindowPlan:
             self._head += 1
 
     def _make_room(self, size: int, room: int, needed: Collection[int], counts: Sequence[int], *, near: bool) -> None:
-        """Let kept shards go, those first that come last."""
+        """Make room in the plan of windows: free kept shards, those first that come last."""
         going = sorted((place for place in self._kept if place not in needed), key=self._distance(counts))
         while going and self._bytes(self.all_wanted()) + size > room:
             if not near and self._bytes(self._kept) <= room // 2:
@@ -140,7 +141,7 @@ class WindowPlan:
             del self._kept[going.pop()]
 
     def _distance(self, counts: Sequence[int]) -> Callable[[int], float]:
-        """Samples until a kept shard is needed, as the weights are."""
+        """Distance in the plan of windows: samples until a kept shard is needed, as the weights are."""
         weights = self._of().stages[-1].weights
         total = sum(weights)
 
@@ -152,14 +153,15 @@ class WindowPlan:
         return distance
 
     def _counts(self, sample: int) -> tuple[int, ...]:
-        """Samples of each domain before this one, exactly."""
+        """Samples of each domain before this one in the plan of windows, exactly."""
         block, mixture = sample // BLOCK, self._of()
         before = mixture.picks(np.arange(block * BLOCK, sample)).domain
         counts = np.bincount(before, minlength=len(self._places)) + mixture.counts(block * BLOCK)
         return tuple(counts.tolist())
 
     def _windows(self, start: Sequence[int], end: Sequence[int]) -> list[Window]:
-        """Windows of the samples between these counts, by the share of their domain's ones that comes before them."""
+        """Planned windows of the samples between these counts, by the share of their domain's ones that comes before
+        them."""
         found = []
         for domain, (first, stop) in enumerate(zip(start, end, strict=True)):
             for window in self._windows_between(domain, first, stop):
@@ -178,7 +180,8 @@ class WindowPlan:
         return self._first_row(window, behind=True) <= counts[window[0]]
 
     def _first_row(self, window: Window, *, behind: bool = False) -> int:
-        """Rows of the domain, over all epochs, before a window, or before the one behind it."""
+        """The first row of a planned window: rows of the domain, over all epochs, before it, or before the one behind
+        it."""
         domain, epoch, number = window
         starts = self._order.epoch(self._of().seed, domain, epoch).window_starts
         return epoch * self._rows(domain) + int(starts[number + behind])

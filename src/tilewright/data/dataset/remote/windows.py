@@ -46,7 +46,7 @@ class WindowedOrder:
         self._known: dict[tuple[int, int, int], EpochOrder] = {}
 
     def epoch(self, seed: int, domain: int, epoch: int) -> EpochOrder:
-        """The order of an epoch; of a domain's place in the mixture."""
+        """The order of windows in an epoch; of a domain's place in the mixture."""
         key = seed, domain, epoch
         if key not in self._known:
             if len(self._known) > 8 * len(self._rows):
@@ -61,7 +61,7 @@ class WindowedOrder:
         return self._known[key]
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The rows of domains that come as these numbers of an epoch: see `mix.RowOrder`."""
+        """The rows in windows of domains that come as these numbers of an epoch: see `mix.RowOrder`."""
         found = np.empty(len(index), np.int64)
         for one, turn in sorted(set(zip(domain.tolist(), epoch.tolist(), strict=True))):
             here = (domain == one) & (epoch == turn)

@@ -26,5 +26,5 @@ class UnitExecutor(Protocol):
     """In the names of what this process has not finished; "*": no other process works there."""
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """Run the units `todo` of a stage of the data build; return when all are finished."""
+        """An executor of a build runs the units `todo` of a stage; it returns when all are finished."""
         ...

@@ -40,14 +40,14 @@ class PooledExecutor(ABC):
     @property
     @abstractmethod
     def killed(self) -> tuple[type[BaseException], ...]:
-        """Errors of a job whose process was killed."""
+        """Errors of a job whose worker was killed."""
 
     @abstractmethod
     def pool_of(self, num: int | None) -> Executor:
-        """A pool of `num` processes; None: of all there are."""
+        """A pool of `num` killable workers; None: of all there are."""
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """Run the units of a stage: see `UnitExecutor`.
+        """Run the units of a stage in killable workers: see `UnitExecutor`.
 
         Raises:
             HardwareError: a process was killed while it made a unit alone, and by no file of the user.
@@ -63,7 +63,7 @@ class PooledExecutor(ABC):
             context.units.clean(self.mark)
 
     def _alone(self, context: Context, stage: BuildStage, unit: Unit, advance: Done) -> None:
-        """After a process was killed: a unit that has the memory of all."""
+        """After a worker was killed: a unit alone, that has the memory of all."""
         context.units.forget(stage.name, unit[0])
         if context.units.is_done(stage.name, *unit):
             advance(1)
@@ -80,8 +80,8 @@ class PooledExecutor(ABC):
             raise _killed(context, stage, unit[0])
 
     def _killers(self, context: Context, stage: BuildStage, items: Sequence[Item]) -> list[Item]:
-        """Those of some files that kill the process which reads them: two in a row, the second of which read nothing
-        else."""
+        """Killers of workers: those of some files that kill the process which reads them: two in a row, the second of
+        which read nothing else."""
         bad: list[Item] = []
         left = list(items)
         while left:
@@ -95,7 +95,7 @@ class PooledExecutor(ABC):
         return bad
 
     def _first_killer(self, context: Context, stage: BuildStage, items: Sequence[Item]) -> Item | None:
-        """The first of some files at which a process that reads one after the other is killed."""
+        """The first killer of some files, at which a worker that reads one after the other is killed."""
         settings = declared_settings(context.build, stage.settings)
         with env.one_thread(), self.pool_of(1) as alone:
             for item in items:
@@ -106,7 +106,7 @@ class PooledExecutor(ABC):
         return None
 
     def _can_start(self) -> None:
-        """Check that a process that reads nothing stays alive: one that does not is no fault of a file.
+        """Check that a worker that reads nothing is not killed: one that is was not killed by a file.
 
         Raises:
             HardwareError: it is killed, too.
@@ -125,7 +125,7 @@ class PooledExecutor(ABC):
     def _submit(
         self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done, num: int | None
     ) -> list[Unit]:
-        """Make units in a pool of `num` processes; returns those whose process was killed."""
+        """Submit units to a pool of `num` killable workers; returns those whose process was killed."""
         root = str(context.units.root.absolute())
         jobs: dict[Future, Unit] = {}
         lost: list[Unit] = []
@@ -148,7 +148,7 @@ class PooledExecutor(ABC):
         return sorted(lost)
 
     def close(self) -> None:
-        """End the pool, if there is one, without the jobs that have not begun."""
+        """Close the pool of killable workers, if there is one, without the jobs that have not begun."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None

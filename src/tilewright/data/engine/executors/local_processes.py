@@ -29,7 +29,7 @@ class LocalExecutor(PooledExecutor):
 
     @property
     def killed(self) -> tuple[type[BaseException], ...]:
-        """Errors that say that a process was killed: see `PooledExecutor`."""
+        """Errors that say that a local process was killed: see `PooledExecutor`."""
         return (BrokenProcessPool,)
 
     def __init__(self, processes: int, *, apart: bool = False, prefix: str = ""):
@@ -37,7 +37,7 @@ class LocalExecutor(PooledExecutor):
         self._processes, self._apart = processes, apart
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """Run the units of a stage: see `UnitExecutor`.
+        """Run the units of a stage in local processes: see `UnitExecutor`.
 
         Raises:
             HardwareError: a process was killed while it made a unit alone, and by no file of the user.
@@ -53,14 +53,14 @@ class LocalExecutor(PooledExecutor):
             advance(1)
 
     def pool_of(self, num: int | None) -> Executor:
-        """A pool of processes: see `PooledExecutor`."""
+        """A pool of local processes: see `PooledExecutor`."""
         spawn = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(num or self._processes, spawn, initializer=_watch_parent, initargs=(os.getpid(),))
 
 
 def _watch_parent(parent: int) -> None:
-    """End this worker when its parent is gone: a pool's workers wait for work for ever otherwise. An interrupt is the
-    parent's, which lets the units that run come to their end."""
+    """End this local process when its parent is gone: a pool's workers wait for work for ever otherwise. An interrupt
+    is the parent's, which lets the units that run come to their end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

@@ -61,14 +61,14 @@ class RayExecutor(PooledExecutor):
 
     @cached_property
     def killed(self) -> tuple[type[BaseException], ...]:
-        """Errors that say that a process was killed; see `PooledExecutor`: a process that died or was killed for
+        """Errors of Ray that say that a process was killed; see `PooledExecutor`: a process that died or was killed for
         memory, or a node that is gone."""
         from ray import exceptions
 
         return exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """Run the units of a stage: see `UnitExecutor`. Ray is started when there is a unit to run.
+        """Run the units of a stage on Ray: see `UnitExecutor`. Ray is started when there is a unit to run.
 
         Raises:
             DataError: a node does not see the files, or has another tilewright.
@@ -84,12 +84,12 @@ class RayExecutor(PooledExecutor):
         super().run(context, stage, todo, advance)
 
     def pool_of(self, num: int | None) -> Executor:
-        """A pool of processes: see `PooledExecutor`. One task at a time has what the cluster has; `num` is the number
-        of tasks given."""
+        """A pool of processes on Ray: see `PooledExecutor`. One task at a time has what the cluster has; `num` is the
+        number of tasks given."""
         return RayPool(self._ray, None if self._is_local else {"env_vars": dict(env.ONE_THREAD)})
 
     def start(self) -> None:
-        """Connect to the cluster or start Ray, where that has not been done.
+        """Connect to the Ray cluster or start Ray, where that has not been done.
 
         Raises:
             HardwareError: that is not possible.
@@ -114,7 +114,7 @@ class RayExecutor(PooledExecutor):
         self._ray = ray
 
     def _look_around(self, context: Context) -> None:
-        """Let each node say whether it sees the folder of the build and its sources.
+        """Look around on Ray: let each node say if it sees the folder of the build and its sources.
 
         Raises:
             DataError: one does not, or runs another tilewright.
@@ -166,7 +166,8 @@ class RayPool(Executor):
         self._refs: dict[Any, Future] = {}
 
     def submit(self, work: Callable[..., object], /, *args: object) -> Future:  # type: ignore[override]
-        """A job that fails with the error of `work`, or with an error of Ray if that did not come to its end."""
+        """Submit a job to Ray that fails with the error of `work`, or with an error of Ray if that did not come to its
+        end."""
         if work not in self._tasks:
             self._tasks[work] = self.ray.remote(num_cpus=1, max_retries=0, runtime_env=self.runtime)(work)
         job: Future = Future()
@@ -183,7 +184,8 @@ class RayPool(Executor):
         return job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Forget the jobs; `cancel_futures`: those that have not ended are stopped, since they publish nothing."""
+        """Shut a pool on Ray down: forget the jobs; `cancel_futures`: those that have not ended are stopped, since they
+        publish nothing."""
         for ref, job in self._refs.items():
             if cancel_futures and not job.done():
                 self.ray.cancel(ref, force=True)
@@ -191,7 +193,8 @@ class RayPool(Executor):
 
 
 def _paths(context: Context) -> list[str]:
-    """A file of each domain, filters with their files, and what scores and tokens are learned from."""
+    """Paths to look for on Ray's nodes: a file of each domain, filters with their files, and what scores and tokens are
+    learned from."""
     build = context.build
     files = {items[0].domain: items[0].path for items in context.listing.shards if items[0].path}
     learned = scores.paths(build.quality, build.noise, build.sample).values()
@@ -201,15 +204,15 @@ def _paths(context: Context) -> list[str]:
 
 
 def look(marker: str, paths: Sequence[str]) -> dict[str, Any]:
-    """Look around on a node: its version of tilewright, what it reads in the file `marker`, and which `paths` it does
-    not see."""
+    """Look around on a node of Ray: its version of tilewright, what it reads in the file `marker`, and which `paths` it
+    does not see."""
     file = Path(marker)
     missing = [path for path in paths if not Path(path).exists()]
     return {"version": __version__, "token": file.read_text() if file.is_file() else "", "missing": missing}
 
 
 def check_nodes(answers: Mapping[str, Mapping[str, Any]], token: str, out: Path) -> None:
-    """True if all nodes can work on the build in `out`.
+    """True if all nodes of Ray can work on the build in `out`.
 
     Args:
         answers: what `look` said, by node; or its `error`.
@@ -240,7 +243,7 @@ def check_nodes(answers: Mapping[str, Mapping[str, Any]], token: str, out: Path)
 
 
 def _knock(address: str) -> None:
-    """True if a server listens at host:port; Ray itself reports only after minutes that none does."""
+    """True if a server of Ray listens at host:port; Ray itself reports only after minutes that none does."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return

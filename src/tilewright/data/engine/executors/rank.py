@@ -31,7 +31,7 @@ class RankExecutor:
         self.mark = self._readers.mark
 
     def run(self, context: Context, stage: BuildStage, todo: Sequence[Unit], advance: Done) -> None:
-        """Run the units of a stage: see `UnitExecutor`."""
+        """Run a rank's units of a stage: see `UnitExecutor`."""
         context.units.mark = self.mark.replace("*", str(os.getpid()))
         self._readers.run(context, stage, [unit for unit in todo if unit[0] % self._world == self._rank], advance)
         others = [unit for unit in todo if unit[0] % self._world != self._rank]

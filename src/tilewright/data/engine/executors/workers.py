@@ -11,7 +11,7 @@ from tilewright.data.stages.read import read_item
 
 
 def make_unit(root: str, stage: str, index: int, fingerprint: str, work: UnitWork, prefix: str = "") -> None:
-    """Make one unit of the build whose units are in the folder `root`.
+    """The worker's job: make one unit of the build whose units are in the folder `root`.
 
     Args:
         root: the folder.
@@ -25,6 +25,7 @@ def make_unit(root: str, stage: str, index: int, fingerprint: str, work: UnitWor
 
 
 def try_item(settings: SimpleNamespace, item: Item) -> None:
-    """Read one file with the settings of the stage that reads it, and keep nothing of it."""
+    """The worker's trial of an item: read one file with the settings of the stage that reads it, and keep nothing of
+    it."""
     for _ in read_item(item, settings):
         pass

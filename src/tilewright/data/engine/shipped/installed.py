@@ -25,7 +25,7 @@ _BYTES_PER_PROCESS = 4_000_000  # a process takes a second to start, which is wh
 def installed_build(
     *, domains: tuple[str, ...], max_bytes: int, holdout: float, vocab_size: int, tokenizer: str, seed: int
 ) -> DataBuild:
-    """The shipped settings with those of a run. Arguments as in `prepare`."""
+    """The build of the `installed` source: shipped settings with those of a run. Arguments as in `prepare`."""
     shipped = load_data_toml(SETTINGS)
     read, split, tokens = shipped.read, shipped.split, shipped.tokenizer
     most = max_bytes * read.max_bytes // split.max_bytes  # 0 where there is no limit
@@ -40,8 +40,8 @@ def installed_build(
 
 
 def build_key(build: DataBuild) -> str:
-    """A key of what the content of a build depends on besides the files: its settings, and the version of each
-    stage."""
+    """The cache key of the shipped build of installed text: what its content depends on besides the files: its
+    settings, and the version of each stage."""
     settings = build.model_dump(mode="json")
     settings["tokenizer"].pop("path")  # its content counts, not where it is
     off = (SHARDS, FILTERS.name, TEMPLATE.name, RENDER.name)  # there are none
@@ -53,7 +53,8 @@ def build_key(build: DataBuild) -> str:
 def build_entry(
     folder: Path, build: DataBuild, installed: InstalledText, unfinished: Path, processes: int, *, progress: ProgressBar
 ) -> None:
-    """Fill `folder` with the dataset that is built in the folder `unfinished`, which stays.
+    """The cache entry of the shipped build of installed text: fill `folder` with the dataset that is built in the
+    folder `unfinished`, which stays.
 
     Args:
         folder: of the entry.

@@ -26,7 +26,7 @@ Blocks = Iterator[np.ndarray]
 
 
 def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
-    """Read a sound file: one record with the facts duration_s, rate, channels, loudness_db, peak, silence_share."""
+    """Read an audio file: one record with the facts duration_s, rate, channels, loudness_db, peak, silence_share."""
     size, limits = entry.path.stat().st_size, entry.limits
     lost = _wave_bytes_lost(entry)
     if lost:
@@ -65,7 +65,7 @@ def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
 
 
 def _wave_bytes_lost(entry: Entry) -> int:
-    """Bytes of sound that a WAV's header says and the file has not; decoders read what is there and report nothing."""
+    """Bytes of audio that a WAV's header says and the file has not; decoders read what is there and report nothing."""
     size = entry.path.stat().st_size
     with entry.path.open("rb") as file:
         head = file.read(12)
@@ -84,7 +84,7 @@ def _wave_bytes_lost(entry: Entry) -> int:
 
 
 def _pcm(entry: Entry) -> tuple[int, int, int, Blocks] | None:
-    """Rate, channels, frames and blocks float [n, channels] of a WAV of whole numbers, or None."""
+    """PCM audio of a WAV of whole numbers: rate, channels, frames and blocks float [n, channels], or None."""
     with entry.path.open("rb") as file:
         if file.read(4) != b"RIFF":
             return None
@@ -107,7 +107,7 @@ def _pcm(entry: Entry) -> tuple[int, int, int, Blocks] | None:
 
 
 def pcm_values(data: bytes, width: int) -> np.ndarray:
-    """Samples of PCM sound of `width` bytes, little-endian, as float32 of full scale 1; one-byte ones are unsigned.
+    """Samples of PCM audio of `width` bytes, little-endian, as float32 of full scale 1; one-byte ones are unsigned.
 
     Example:
         >>> pcm_values(b"\\x00\\x40", 2), pcm_values(b"\\x00\\x00\\xc0", 3), pcm_values(b"\\x80", 1)
@@ -138,7 +138,8 @@ def _open(entry: Entry) -> tuple[int, int, int, Blocks]:
 
 
 def _measure(blocks: Blocks, rate: int, most: int, keep: bool) -> tuple[dict[str, Any], np.ndarray]:
-    """Facts of a sound, and one channel of it (the mean of all) if `keep`; nothing after `most` frames."""
+    """Measure audio: facts of a sound, and one channel of it (the mean of all) if `keep`; nothing after `most`
+    frames."""
     step = max(1, rate // 50)
     frames, power, peak, quiet, num_steps = 0, 0.0, 0.0, 0, 0
     mono: list[np.ndarray] = []

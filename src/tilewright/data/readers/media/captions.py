@@ -60,13 +60,14 @@ def caption_of(path: Path, longest: int, folders: int) -> Caption:
 
 
 def caption_files(path: Path) -> list[Path]:
-    """All files that may say something about the image or sound at `path`."""
+    """All files that may hold the caption of the image or sound at `path`."""
     beside = [side for suffix in _SIDE if _is_file(side := path.with_suffix(suffix))]
     return beside + [table for folder in (path.parent, path.parent.parent) for table in _tables(folder)]
 
 
 def described_file(path: Path, longest: int) -> str:
-    """The name of the image or sound that the file at `path` describes, of one of them if it is a table; else ""."""
+    """The name of the image or sound that the file of captions at `path` describes, of one of them if it is a table;
+    else ""."""
     if path.suffix in _SIDE:
         stem = os.path.splitext(path)[0]
         media = next((s for s in media_suffixes() if os.path.isfile(stem + s)), "")
@@ -113,7 +114,7 @@ def _decoded(data: bytes) -> str:
 
 
 def _first(row: Mapping[str, object], names: tuple[str, ...]) -> str:
-    """The first text among the fields `names`, without half surrogate pairs, which cannot be written."""
+    """The first caption among the fields `names`, without half surrogate pairs, which cannot be written."""
     found = next((value for name in names if isinstance(value := row.get(name), str) and value.strip()), "")
     return found.strip().encode("utf-8", "replace").decode()
 
@@ -133,7 +134,8 @@ def _version(path: Path) -> tuple[int, str]:
 
 @lru_cache(maxsize=4)
 def _table(path: str, size: int, _version: str) -> dict[str, tuple[str, str]]:
-    """File name -> (text, alt) of a table; empty where it is none. Held because each file of a folder asks again."""
+    """A table of captions: file name -> (text, alt); empty where it is none. Held because each file of a folder asks
+    again."""
     if size > _MAX_BYTES:
         return {}
     try:

@@ -99,7 +99,7 @@ _CERTAIN = 0.95
 
 
 def codec_of(label: str) -> str:
-    """The codec that a declared label means; "" for one that is no encoding of text.
+    """To detect an encoding, the codec that a declared label means; "" for one that is no encoding of text.
 
     Example:
         >>> [codec_of(label) for label in ("ISO-8859-1", "Shift_JIS", "koi8-r", "unicode_escape", "utf8")]
@@ -115,8 +115,8 @@ def codec_of(label: str) -> str:
 
 
 def declared_encoding(head: bytes) -> str:
-    """The codec that the beginning of a text names: XML declaration, HTML `meta`, `coding:` in a comment of the first
-    two lines (PEP 263), CSS `@charset`; "" where none does.
+    """To detect an encoding, the codec that the beginning of a text names: XML declaration, HTML `meta`, `coding:` in a
+    comment of the first two lines (PEP 263), CSS `@charset`; "" where none does.
 
     Example:
         >>> declared_encoding(b'<?xml version="1.0" encoding="iso-8859-2"?>'), declared_encoding(b"# coding: koi8-r\\n")
@@ -127,7 +127,7 @@ def declared_encoding(head: bytes) -> str:
 
 
 def find_encoding(data: bytes) -> tuple[str, str]:
-    """The likeliest legacy encoding of `data`, and the next one where hardly anything tells the two apart.
+    """Detect the likeliest legacy encoding of `data`, and the next one where hardly anything tells the two apart.
 
     Returns:
         Names of codecs, each "" where there is none or charset-normalizer is not installed.
@@ -152,7 +152,7 @@ def find_encoding(data: bytes) -> tuple[str, str]:
 
 
 def _whole_lines(data: bytes) -> bytes:
-    """The first lines of `data`, so that no character is cut in two."""
+    """The first whole lines of `data` for detection, so that no character is cut in two."""
     sample = data[:SAMPLE_BYTES]
     if len(data) == len(sample):
         return data
@@ -164,8 +164,8 @@ def _whole_lines(data: bytes) -> bytes:
 
 
 def _likeliest(sample: bytes) -> str:
-    """The encoding that charset-normalizer finds; of a draw with one of Chinese, Japanese or Korean, in which it knows
-    the language, that one."""
+    """The likeliest encoding by detection, that charset-normalizer finds; of a draw with one of Chinese, Japanese or
+    Korean, in which it knows the language, that one."""
     from charset_normalizer import from_bytes
 
     matches = from_bytes(sample, cp_isolation=list(_CANDIDATES))
@@ -179,7 +179,7 @@ def _likeliest(sample: bytes) -> str:
 
 
 def _of_most_lines(sample: bytes) -> str:
-    """The encoding of Chinese, Japanese or Korean that nearly all lines are in; the others are damaged."""
+    """Detect the encoding of Chinese, Japanese or Korean that nearly all lines are in; the others are damaged."""
     lines = [line for line in sample.split(b"\n") if not line.isascii()]
     for name in _WIDE_SCRIPTS:
         good = [line for line in lines if try_decode(line, name) is not None]
@@ -193,8 +193,8 @@ def _inverse(name: str) -> str:
 
 
 def _of_script(sample: bytes, script: tuple[str, ...]) -> tuple[str, str, float]:
-    """The encoding of a script in which the letters are those of one language, a near second one that reads other
-    text, and the share of such letters."""
+    """Detect by script: the encoding of one in which the letters are those of one language, a near second one that
+    reads other text, and the share of such letters."""
     lines = b"\n".join(line for line in sample.split(b"\n") if not line.isascii())[:_COMPARED_BYTES]
     texts = {name: text for name in script if (text := try_decode(lines, name)) is not None}
     shares = {name: alphabet_share(text) for name, text in texts.items()}
@@ -208,8 +208,8 @@ def _of_script(sample: bytes, script: tuple[str, ...]) -> tuple[str, str, float]
 
 
 def alphabet_share(text: str) -> float:
-    """Share of the characters beyond ASCII that are letters of one and the same alphabet, in a case that a word may
-    have, or signs where signs may be.
+    """To detect an encoding, the share of the characters beyond ASCII that are letters of one and the same alphabet, in
+    a case that a word may have, or signs where signs may be.
 
     Example:
         >>> alphabet_share("dépend à"), alphabet_share("dķpend Ó"), alphabet_share("MškillŠ")
@@ -226,7 +226,8 @@ def alphabet_share(text: str) -> float:
 
 
 def _in_case(word: str) -> str:
-    """The letters of a word in lower case, without capitals that follow a small letter."""
+    """The letters of a word in one case to detect an encoding by: lower, without capitals that follow a small
+    letter."""
     if word[1:].islower() or len(word) == 1:
         return word.lower()
     kept = (c.lower() for before, c in pairwise(word) if not (c.isupper() and before.islower()))
@@ -234,7 +235,8 @@ def _in_case(word: str) -> str:
 
 
 def try_decode(data: bytes, name: str) -> str | None:
-    """The text of `data` in an encoding, or None where it does not decode, or to control and private characters."""
+    """Try a detected encoding: the text of `data` in it, or None where it does not decode, or to control and private
+    characters."""
     try:
         text = data.decode(name)
     except (UnicodeError, LookupError):

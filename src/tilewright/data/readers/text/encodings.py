@@ -30,7 +30,7 @@ _SUSPECT = re.compile(
 
 
 def wide_encoding_of(head: bytes) -> str:
-    """The codec of UTF-16 or UTF-32 text that begins with `head`, with a byte-order mark or without; "" for others.
+    """The encoding of UTF-16 or UTF-32 text that begins with `head`, with a byte-order mark or without; "" for others.
 
     Without a mark it shows in the NULs that spaces, line ends, digits and punctuation have.
 
@@ -57,7 +57,7 @@ def wide_encoding_of(head: bytes) -> str:
 
 
 def begins_as_utf8(head: bytes) -> bool:
-    """True if the beginning of a file is UTF-8; a character at its end may be cut.
+    """True if the beginning of a file is in the encoding UTF-8; a character at its end may be cut.
 
     Example:
         >>> begins_as_utf8("né".encode()[:2]), begins_as_utf8("né ".encode("latin-1"))
@@ -81,7 +81,7 @@ class Decoded(NamedTuple):
 
     @property
     def facts(self) -> dict[str, str]:
-        """The facts of a record on it."""
+        """Facts of a record on the encoding of its text."""
         return {"encoding": self.encoding} | ({"encoding_doubt": self.doubt} if self.doubt else {})
 
 
@@ -141,7 +141,7 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def is_suspect(text: str) -> bool:
-    """True if `text` may hold mojibake: a cheap test, which ftfy then decides.
+    """True if `text` in some encoding may hold mojibake: a cheap test, which ftfy then decides.
 
     Example:
         >>> is_suspect("café"), is_suspect("cafÃ©"), is_suspect("donâ€™t")
@@ -151,7 +151,8 @@ def is_suspect(text: str) -> bool:
 
 
 def undo_mojibake(text: str) -> tuple[str, int]:
-    """`text` with its suspect lines as they were before they were decoded wrongly, and how many of them changed.
+    """Undo mojibake of a wrong encoding: `text` with its suspect lines as they were before they were decoded wrongly,
+    and how many of them changed.
 
     Example:
         >>> undo_mojibake("cafÃ©\\ncafé")

@@ -64,7 +64,8 @@ def html_document(html: str) -> dict[str, str]:
 
 
 def _text(root: Any) -> str:
-    """The text below a node, blank lines between its paragraphs. A walk without recursion: documents nest deep."""
+    """The text below a node of an HTML document, blank lines between its paragraphs. A walk without recursion:
+    documents nest deep."""
     out = _Lines()
     node, top = root, root.mem_id
     while True:

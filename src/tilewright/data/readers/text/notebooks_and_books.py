@@ -87,7 +87,8 @@ def word_document(path: str, max_bytes: int) -> dict[str, str]:
 
 
 def _walk(root: Any) -> Iterator[tuple[str, Any, bool]]:
-    """("start" or "end", node, whether it is in a cell), without recursion; a second rendering is left out."""
+    """Walk a Word document: ("start" or "end", node, whether it is in a cell), without recursion; a second rendering is
+    left out."""
     todo = [("start", root, False)]
     while todo:
         event, node, cell = todo.pop()

@@ -45,7 +45,8 @@ def read_html(entry: Entry) -> Items:
 
 
 def read_pdf(entry: Entry) -> Items:
-    """A record per page. Where the parser is ended, no page stays: which did would depend on the machine."""
+    """Read a PDF: a record per page. Where the parser is ended, no page stays: which did would depend on the
+    machine."""
     entry.need("pypdf")
     limits, size = entry.limits, entry.path.stat().st_size
     asked = {"path": str(entry.path), "max_pages": limits.pages, "max_bytes": limits.document_bytes}
@@ -94,7 +95,7 @@ def read_word(entry: Entry) -> Items:
 
 
 def read_book(entry: Entry) -> Items:
-    """A record per chapter of an EPUB. Where one is too large, or the parser is ended, no chapter stays."""
+    """Read an EPUB: a record per chapter. Where one is too large, or the parser is ended, no chapter stays."""
     entry.need("selectolax")
     entry.need("defusedxml")
     yield from _documents(entry, "damaged EPUB", kind="epub", **_packed(entry))
@@ -105,7 +106,7 @@ def _packed(entry: Entry) -> dict[str, Any]:
 
 
 def _documents(entry: Entry, damaged: str, **request: Any) -> Items:
-    """The records of a document that comes whole, or chapter by chapter; a reject with the rule `damaged`."""
+    """The records of a parsed document that comes whole, or chapter by chapter; a reject with the rule `damaged`."""
     size, found = _size(entry), list(_parsed(entry, **request))
     ended = [item for item in found if isinstance(item, Rejected)]
     if ended:
@@ -129,7 +130,8 @@ def _documents(entry: Entry, damaged: str, **request: Any) -> Items:
 
 
 def _without_end(entry: Entry, size: int) -> Iterator[Rejected]:
-    """A reject if the mark at the end of a PDF is not there: the parser finds what pages it can, and says nothing."""
+    """A reject of a parsed document if the mark at the end of a PDF is not there: the parser finds what pages it can,
+    and says nothing."""
     with entry.path.open("rb") as file:
         file.seek(max(0, size - 2048))
         if b"%%EOF" not in file.read():
@@ -137,7 +139,7 @@ def _without_end(entry: Entry, size: int) -> Iterator[Rejected]:
 
 
 def _parsed(entry: Entry, **request: Any) -> Iterator[Any]:
-    """The answers of the parser's process, with a reject where a signal ended it.
+    """Parsed documents: the answers of the parser's process, with a reject where a signal ended it.
 
     Raises:
         OSError: the process cannot be started, or cannot open a file for what this machine lacks.

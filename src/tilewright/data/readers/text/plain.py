@@ -31,7 +31,7 @@ def read_text(entry: Entry) -> Items:
 
 
 def read_markdown(entry: Entry) -> Items:
-    """The text of a Markdown file after its front matter; its title is a fact of the first record."""
+    """Read the plain text of a Markdown file after its front matter; its title is a fact of the first record."""
     if entry.span is not None and entry.span.start:
         yield from _text(entry, 0, {})
         return
@@ -76,7 +76,7 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
 
 
 def lost_lines(entry: Entry, lost: list[bytes], found: str) -> Rejected:
-    """The reject of lines that are in no encoding.
+    """The reject of lines of plain text that are in no encoding.
 
     Raises:
         HardwareError: the package that finds encodings is not installed.
@@ -106,7 +106,7 @@ def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, par
 
 
 def _blocks(entry: Entry, start: int) -> Iterator[tuple[int, bytes | Rejected]]:
-    """(offset, about `BLOCK_BYTES` of whole lines), or a reject of a line that is too long."""
+    """Blocks of plain text: (offset, about `BLOCK_BYTES` of whole lines), or a reject of a line that is too long."""
     size, longest = entry.path.stat().st_size, entry.limits.line_bytes
     if entry.span is not None:
         start, size = max(start, entry.span.start), entry.span.stop
@@ -132,7 +132,7 @@ def _blocks(entry: Entry, start: int) -> Iterator[tuple[int, bytes | Rejected]]:
 
 
 def _length(path: Path, start: int) -> float:
-    """Bytes of the line at `start`."""
+    """Bytes of the line of plain text at `start`."""
     length = 0
     with path.open("rb") as file:
         file.seek(start)
@@ -142,7 +142,7 @@ def _length(path: Path, start: int) -> float:
 
 
 def _wide(entry: Entry, encoding: str, facts: dict[str, str]) -> Items:
-    """Text of UTF-16 or UTF-32, in pieces that end between two characters, at a line end where there is one."""
+    """Plain text of UTF-16 or UTF-32, in pieces that end between two characters, at a line end where there is one."""
     size, at, width = entry.path.stat().st_size, 0, 4 if "32" in encoding else 2
     with entry.path.open("rb") as file:
         encoding, at = _endian(encoding, file.read(4))
@@ -171,7 +171,7 @@ def _wide(entry: Entry, encoding: str, facts: dict[str, str]) -> Items:
 
 
 def _line_end(block: bytes, mark: bytes, width: int) -> int:
-    """Where the last line of `block` ends, or its length."""
+    """Where the last line of a `block` of plain text ends, or its length."""
     end = block.rfind(mark)
     while end > 0 and end % width:
         end = block.rfind(mark, 0, end + width - 1)
@@ -179,7 +179,7 @@ def _line_end(block: bytes, mark: bytes, width: int) -> int:
 
 
 def _endian(encoding: str, head: bytes) -> tuple[str, int]:
-    """The codec with its byte order, and the bytes of the mark."""
+    """The codec of wide plain text with its byte order, and the bytes of the mark."""
     if encoding.endswith(("-le", "-be")):
         return encoding, 0
     width = 4 if encoding == "utf-32" else 2

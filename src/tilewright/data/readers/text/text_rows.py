@@ -25,7 +25,7 @@ _DELIMITER = {"csv": ",", "tsv": "\t"}
 
 
 def read_rows(entry: Entry, kind: str) -> Items:
-    """Read the texts of a file of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow)."""
+    """Read rows of text: the texts of a file of rows (.jsonl, .json, .csv, .tsv, .parquet, .arrow)."""
     field, longest = entry.options.text_field, entry.limits.line_bytes
     with entry.path.open("rb") as file:
         wide = bool(wide_encoding_of(file.read(4096)))
@@ -57,7 +57,7 @@ def _of_parts(parts: Iterable[Part | Rejected]) -> Iterator[Record | Rejected]:
 
 
 def _legacy_encoding(entry: Entry) -> str:
-    """The encoding of a file of rows whose first MiB is in none of Unicode's, and in one alone; else ""."""
+    """The encoding of a file with rows of text whose first MiB is in none of Unicode's, and in one alone; else ""."""
     with entry.path.open("rb") as file:
         head = file.read(BLOCK_BYTES).rstrip(END_OF_FILE)
     if begins_as_utf8(head):
@@ -70,7 +70,7 @@ def _legacy_encoding(entry: Entry) -> str:
 
 
 def _transcoded(entry: Entry, kind: str, encoding: str) -> Items:
-    """The rows of a file in a legacy encoding, read from a copy in UTF-8."""
+    """Rows of text of a file in a legacy encoding, read from a copy in UTF-8."""
     with ScratchFolder() as folder:
         copy = folder / f"rows.{kind}"
         try:
@@ -133,7 +133,8 @@ def _converted(entry: Entry, found: Iterator[Record | Rejected], facts: dict[str
 
 
 def told(entry: Entry, reject: Rejected, part: str = "") -> Rejected:
-    """A reject of `data.sources` as one of the build, with value and threshold where a limit was passed."""
+    """A reject of `data.sources` on rows of text as one of the build, with value and threshold where a limit was
+    passed."""
     limits, rejected = entry.limits, partial(entry.reject, part=part, count=reject.count, num_bytes=reject.num_bytes)
     if reject.rule == too_long("", limits.line_bytes, 0).rule:
         return rejected("line length", float(reject.num_bytes), limits.line_bytes)

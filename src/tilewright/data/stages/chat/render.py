@@ -56,7 +56,7 @@ class GivenTemplate:
     where: str
 
     def chat(self, tokenizer: Path) -> ChatTemplate:
-        """With the tokenizer of a folder."""
+        """The chat template of a build with the tokenizer of a folder, to render conversations."""
         return ChatTemplate(self.source, load_tokenizer(tokenizer), dict(self.tokens), self.where, SETTING)
 
 
@@ -72,7 +72,7 @@ class NamedTemplate(StageInput):
 
 
 def given_template(chosen: str, folder: str) -> GivenTemplate:
-    """The template of a build.
+    """The template of a build by which conversations are rendered.
 
     Args:
         chosen: `chat.template`.
@@ -89,7 +89,7 @@ def given_template(chosen: str, folder: str) -> GivenTemplate:
 def add_template(
     index: int, settings: SimpleNamespace, folder: Path, *, tokenizer: Path, given: GivenTemplate
 ) -> Mapping[str, Any]:
-    """Write the tokenizer with the template beside it into `folder`/tokenizer.
+    """Add the template to render by: write the tokenizer with it beside it into `folder`/tokenizer.
 
     Raises:
         DataError: it is no template.
@@ -111,8 +111,8 @@ def render_shard(
     given: GivenTemplate,
     clusters: Path,
 ) -> Mapping[str, Any]:
-    """Write both streams of a shard, their masks and rows, and a rendered example, into `folder`. Conversations that
-    the template does not render whole are rejects.
+    """Render a shard's conversations: write both streams, their masks and rows, and a rendered example, into `folder`.
+    Conversations that the template does not render whole are rejects.
 
     Args:
         index: of the shard.
@@ -164,8 +164,8 @@ def render_shard(
 
 @lru_cache(maxsize=1)
 def _loaded(given: GivenTemplate, folder: Path, digests: tuple[str, ...]) -> ChatTemplate:
-    """The template with the tokenizer in `folder`, whose files have these digests, once for all shards that a process
-    renders."""
+    """The loaded template to render by with the tokenizer in `folder`, whose files have these digests, once for all
+    shards that a process renders."""
     return given.chat(folder)
 
 
@@ -179,7 +179,7 @@ class _Part:
         self._trained = files.enter_context(NpyWriter(folder / f"{name}.trained.npy", np.dtype("u1")))
 
     def add(self, text: KeptText, rendered: Rendered, cluster: int) -> None:
-        """Write all renderings of a conversation."""
+        """Add to a rendered part all renderings of a conversation."""
         for number, sample in enumerate(rendered.samples):
             self._ids.append(sample.ids_T)
             self._trained.append(sample.trained_T)

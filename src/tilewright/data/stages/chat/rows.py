@@ -35,7 +35,7 @@ class ConversationReader:
         self._rows = RowReader(pairs=format == PREFERENCES)
 
     def converted(self, record: Record) -> Record | Rejected:
-        """The record of the conversation, or why its row is none."""
+        """The record converted from a conversation's row, or why that is none."""
         files = (record.path, *record.part.split(" > "))
         try:
             row = self._rows.read(record.path, record.text, of_table=any(name.endswith(TABLES) for name in files))
@@ -47,14 +47,15 @@ class ConversationReader:
         return replace(record, text=said(row), facts=facts)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Rows by file and shape (`shapes_by_file`), and fields that are not read by how many rows have them."""
+        """Counts of conversations' rows by file and shape (`shapes_by_file`), and fields that are not read by how many
+        rows have them."""
         shapes = self._rows.shapes.items()
         found = {f"{file}{_BETWEEN}{shape}": number for file, by in shapes for shape, number in by.items()}
         return {"shapes": found, "not_read": dict(self._rows.not_read)}
 
 
 def shapes_by_file(counts: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Rows of each file by shape, from the count `shapes`."""
+    """Rows of conversations of each file by shape, from the count `shapes`."""
     found: dict[str, dict[str, int]] = {}
     for name, number in counts.items():
         file, _, shape = name.rpartition(_BETWEEN)
@@ -63,7 +64,7 @@ def shapes_by_file(counts: dict[str, int]) -> dict[str, dict[str, int]]:
 
 
 def conversation_of(facts: str) -> Row:
-    """The row of a record, by its facts as JSON.
+    """The conversation of a record: its row, by its facts as JSON.
 
     Example:
         >>> conversation_of('{"conversation": "{\\\\"messages\\\\": []}"}')

@@ -27,7 +27,7 @@ class ChatSection(Section):
 
 
 def void(chat: ChatSection) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
-    """(whether it is so, what, settings that it makes void)."""
+    """Settings that `[chat]` makes void: (whether it is so, what, settings)."""
     yield not chat.is_on, 'chat.format = "text"', ("chat.template",)
     yield chat.is_on, f'chat.format = "{chat.format}"', _OF_TEXT
 
@@ -35,7 +35,8 @@ def void(chat: ChatSection) -> Iterator[tuple[bool, str, tuple[str, ...]]]:
 def conflicts(
     chat: ChatSection, sources: Collection[str], masked: tuple[str, ...], repeated_lines: int, window: int
 ) -> Iterator[tuple[str, Problem]]:
-    """(setting, problem) of sources without conversations, and of settings that would change or cut them.
+    """Conflicts of settings with `[chat]`: (setting, problem) of sources without conversations, and of settings that
+    would change or cut them.
 
     No stage does that.
 
@@ -65,7 +66,8 @@ def conflicts(
 
 
 def absolute(chat: ChatSection, folder: Path) -> ChatSection:
-    """The section with the path of a template, relative to `folder`, made absolute; a name of a template stays."""
+    """The `[chat]` section with the path of a template, relative to `folder`, made absolute; a name of a template
+    stays."""
     path = folder / Path(chat.template).expanduser()
     if not chat.template or chat.template == CHATML_NAME or not path.exists():
         return chat

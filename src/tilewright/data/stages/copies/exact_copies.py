@@ -22,7 +22,7 @@ _ROW_BITS = 40
 
 
 def doc_of(shard: int, rows: np.ndarray) -> np.ndarray:
-    """Number of each row of a shard over all shards, uint64; in the order of the dataset."""
+    """To search for copies, the number of each row of a shard over all shards, uint64; in the order of the dataset."""
     return np.uint64(shard << _ROW_BITS) | rows.astype(np.uint64)
 
 
@@ -35,24 +35,24 @@ def row_of(docs: np.ndarray) -> np.ndarray:
 
 
 def drops_of(searches: Sequence[Path], shard: int) -> np.ndarray:
-    """Records of a shard that go as copies (`DROP`), sorted, by units of stages that searched for copies."""
+    """Drops of copies: records of a shard that go (`DROP`), sorted, by units of stages that searched for copies."""
     first, stop = (int(doc_of(s, np.zeros(1, np.int64))[0]) for s in (shard, shard + 1))
     found = [slice_of(folder / "drops.npy", first, stop, "doc") for folder in searches]
     return np.sort(np.concatenate([np.zeros(0, DROP), *found]), order="doc")
 
 
 def num_records(c: Context) -> int:
-    """Records among which copies are searched."""
+    """Number of records among which exact copies are searched."""
     return c.total(before_copies(c.build), "records")
 
 
 def exact_ranges(c: Context) -> int:
-    """Ranges over which the digests of the records are shared out; 0 where exact duplicates stay."""
+    """Exact copies by ranges, over which the digests of the records are shared out; 0 where they stay."""
     return num_ranges(KEY.itemsize * num_records(c)) if c.build.duplicates.exact else 0
 
 
 def digest_keys(index: int, settings: SimpleNamespace, folder: Path, *, kept: Path, num: int) -> Mapping[str, Any]:
-    """Write the digests of a shard's records over `num` ranges."""
+    """Keys of exact copies: write the digests of a shard's records over `num` ranges."""
     found = [np.zeros(0, KEY)]
     for _, batch in batches(kept / "kept.parquet", ("row", "digest")):
         halves = np.frombuffer(b"".join(batch["digest"]), "<u8").reshape(-1, 2)
@@ -68,7 +68,7 @@ def digest_keys(index: int, settings: SimpleNamespace, folder: Path, *, kept: Pa
 def exact_duplicates(
     index: int, settings: SimpleNamespace, folder: Path, *, digests: Sequence[Path]
 ) -> Mapping[str, Any]:
-    """Write which exact duplicates of range `index` go, sorted by record."""
+    """Exact copies: write which duplicates of range `index` go, sorted by record."""
     keys = read_range([shard / "digests" for shard in digests], index, KEY)
     keys = keys[np.lexsort((keys["doc"], keys["more"], keys["key"]))]
     same = np.zeros(len(keys), bool)

@@ -36,7 +36,8 @@ def image_copies(
     exact: Sequence[Path],
     shards: Sequence[int],
 ) -> Mapping[str, Any]:
-    """Write which images go (`drops.npy`, sorted by record); their `similarity` is the number of bits that differ.
+    """Copies of images: write which go (`drops.npy`, sorted by record); their `similarity` is the number of bits that
+    differ.
 
     Args:
         index: 0.
@@ -69,7 +70,7 @@ def image_copies(
 
 
 def _hashes(shard: int, records: Path, kept: Path, drops: np.ndarray) -> np.ndarray:
-    """The images of a shard that stay so far."""
+    """Perceptual hashes of the images of a shard that stay so far, to find copies."""
     alive = {row["row"] for row in survivors(kept / "kept.parquet", row_of(drops["doc"]))}
     found = []
     for first, batch in batches(records / "records.parquet", ("modality", "facts")):
@@ -83,7 +84,7 @@ def _hashes(shard: int, records: Path, kept: Path, drops: np.ndarray) -> np.ndar
 
 
 def image_units(c: Context) -> int:
-    """One where there are images of which copies go, else none."""
+    """Units that search copies of images: one where there are images of which copies go, else none."""
     return int(c.build.duplicates.near and c.total("read", "images") > 0)
 
 

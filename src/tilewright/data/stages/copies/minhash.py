@@ -37,7 +37,8 @@ _LETTERS = bytes(b for b in range(256) if b >= 0x80 or chr(b).isalpha())
 def near_copy_clusters(
     data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, advance: Callable[[float], None] = lambda _: None
 ) -> np.ndarray:
-    """Cluster of each document, as the index of the cluster's first document, int64 [documents].
+    """MinHash clusters of near-copies: of each document, as the index of the cluster's first document, int64
+    [documents].
 
     Args:
         data: uint8 UTF-8 bytes; document i is `data[offsets[i] : offsets[i] + lengths[i]]`, contiguous in order.
@@ -56,7 +57,7 @@ def near_copy_clusters(
 
 
 def shingle_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the five-word shingles of several documents; a shorter document is one shingle.
+    """MinHash's shingles: hashes of five words each, of several documents; a shorter document is one shingle.
 
     Args:
         data: uint8, the documents one after the other.
@@ -78,7 +79,7 @@ def shingle_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _word_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64 hash of every word, number of words of each document).
+    """Word hashes for MinHash's shingles: (uint64 hash of every word, number of words of each document).
 
     A word has the signs up to the next one in it, wherever they stand, and a document's first word those before it too.
     So there are as many shingles as without signs, and changed words weigh as much.
@@ -108,7 +109,8 @@ def _word_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _signs_by_neighbour(data: np.ndarray, kind: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(places of marks and hyphens, whether each is a sign), by the bytes of the same document beside it."""
+    """For MinHash's words, (places of marks and hyphens, whether each is a sign), by the bytes of the same document
+    beside it."""
     at = np.flatnonzero(kind >= _MARK)
     space = ord(" ")
     before = np.where(np.isin(at, starts), space, data[at - 1])
@@ -120,7 +122,8 @@ def _signs_by_neighbour(data: np.ndarray, kind: np.ndarray, starts: np.ndarray) 
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(kind of a byte, its hash value, factor by place in the word). Upper case counts as lower, separators as zero."""
+    """Tables for MinHash's words: (kind of a byte, its hash value, factor by place in the word). Upper case counts as
+    lower, separators as zero."""
     kind = np.zeros(256, np.uint8)
     kind[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = _INSIDE
     kind[0x80:0xC0] = _INSIDE
@@ -141,7 +144,8 @@ def sketches_of(hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def near_copies(sketches: np.ndarray) -> np.ndarray:
-    """Connected components of the pairs that share a band and pass the threshold; smallest index names one."""
+    """Near-copies by MinHash: connected components of the pairs that share a band and pass the threshold; smallest
+    index names one."""
     num, pairs = len(sketches), np.zeros(0, np.int64)
     for start in range(0, PERMUTATIONS, BAND_ROWS):
         left, right = _similar(sketches, *_candidates(sketches[:, start : start + BAND_ROWS]))
@@ -150,7 +154,7 @@ def near_copies(sketches: np.ndarray) -> np.ndarray:
 
 
 def components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Connected components; the smallest index names one."""
+    """Connected components of MinHash's pairs; the smallest index names one."""
     parent = list(range(num))
     for i, j in zip(a.tolist(), b.tolist(), strict=True):
         while parent[i] != i:
@@ -166,7 +170,8 @@ def components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _candidates(band: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs with equal `band` [documents, rows]: each document with the first of its bucket and with the one before.
+    """Candidates by MinHash: pairs with equal `band` [documents, rows]: each document with the first of its bucket and
+    with the one before.
 
     All pairs would be quadratic in a large bucket; 32 bands give every true pair many chances.
     """

@@ -42,7 +42,8 @@ def candidate_shingles(
     pairs: Sequence[Path],
     by_score: bool,
 ) -> Mapping[str, Any]:
-    """Write the sorted shingles of a shard's records that are in any candidate pair, and where those of each are."""
+    """Shingles of candidates for near-copies: write those, sorted, of a shard's records that are in any candidate pair,
+    and where those of each are."""
     wanted, drops = _docs_in(pairs, index), row_of(drops_of(exact, index)["doc"])
     entries: list[tuple[int, int, int, int]] = []
     first = 0
@@ -66,7 +67,7 @@ def candidate_shingles(
 
 
 def _docs_in(pairs: Sequence[Path], shard: int) -> np.ndarray:
-    """Records of a shard that are in any pair, sorted."""
+    """Documents of a shard that are in any pair of near-copies, sorted."""
     found = [np.zeros(0, np.uint64)]
     for folder in pairs:
         rows = np.load(folder / "pairs.npy", allow_pickle=False)
@@ -78,7 +79,8 @@ def _docs_in(pairs: Sequence[Path], shard: int) -> np.ndarray:
 def verify_pairs(
     index: int, settings: SimpleNamespace, folder: Path, *, pairs: Sequence[Path], shingles: Sequence[Path]
 ) -> Mapping[str, Any]:
-    """Write the near-copy pairs of range `index` that are as similar as members of a cluster, with their similarity."""
+    """Verify pairs of near-copies: write those of range `index` that are as similar as members of a cluster, with their
+    similarity."""
     rows = np.unique(read_range([one / "pairs" for one in pairs], index, PAIR)[["a", "b"]])
 
     @lru_cache(maxsize=64)
@@ -102,7 +104,7 @@ def verify_pairs(
 
 
 def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Jaccard similarity of two sorted arrays without duplicates.
+    """Jaccard similarity of near-copies: of two sorted arrays without duplicates.
 
     Example:
         >>> jaccard(np.array([1, 2, 3]), np.array([2, 3, 4]))
@@ -118,7 +120,7 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
 def resolve(
     index: int, settings: SimpleNamespace, folder: Path, *, verified: Sequence[Path], shingles: Sequence[Path]
 ) -> Mapping[str, Any]:
-    """Write which near-copies go (`drops.npy`), and the cluster of each record that has one (`clusters.npy`).
+    """Resolve near-copies: write which go (`drops.npy`), and the cluster of each record that has one (`clusters.npy`).
 
     Args:
         index: 0.
@@ -159,7 +161,7 @@ def _merits(docs: np.ndarray, shingles: Sequence[Path]) -> np.ndarray:
 
 
 def greedy(order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarray) -> Iterator[tuple[int, int, float]]:
-    """Records that go because they are near-copies of one that stays.
+    """Greedy choice among near-copies: records that go because one like them stays.
 
     Args:
         order: all records, in the order in which they are taken.

@@ -32,24 +32,24 @@ _BEFORE = 3
 
 
 def band_ranges(c: Context) -> int:
-    """Ranges over which the bands of the records are shared out."""
+    """Ranges over which the bands of the records' sketches are shared out."""
     return num_ranges(BAND.itemsize * _NUM_BANDS * num_records(c))
 
 
 def pair_ranges(c: Context) -> int:
-    """Ranges over which the pairs among the records are shared out for verification."""
+    """Ranges over which the pairs of records with like sketches are shared out for verification."""
     return num_ranges(PAIR.itemsize * num_records(c))
 
 
 def by_score(c: Context, i: int) -> bool:
-    """True if the copy of best quality stays."""
+    """True if by score, of records with like sketches, the copy of best quality stays."""
     return c.build.duplicates.keep == "score"
 
 
 def surviving_texts(
     records: Path, kept: Path, drops: np.ndarray, columns: tuple[str, ...] = ()
 ) -> Iterator[tuple[np.ndarray, list[str], dict[str, list[Any]]]]:
-    """Row group by row group: row numbers, texts and other columns of the records that stay so far.
+    """Texts to sketch that stay so far, row group by row group: row numbers, texts and other columns.
 
     Args:
         records: folder of the stage that repaired the text.
@@ -71,14 +71,15 @@ def surviving_texts(
 
 
 def joined(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(uint8 bytes of all texts, first byte of each, bytes of each)."""
+    """Texts joined to be sketched: (uint8 bytes of all texts, first byte of each, bytes of each)."""
     parts = [text.encode() for text in texts]
     sizes = np.array([len(part) for part in parts], np.int64)
     return np.frombuffer(b"".join(parts), np.uint8), np.cumsum(sizes) - sizes, sizes
 
 
 def merits(kept: Path, rows: np.ndarray, sizes: np.ndarray, *, by_score: bool) -> np.ndarray:
-    """The merits that may decide which of several copies stays, uint32 of each record: its bytes or its quality score.
+    """Merits beside sketches that may decide which of several copies stays, uint32 of each record: its bytes or its
+    quality score.
 
     Args:
         kept: folder with a `kept.parquet`.
@@ -105,7 +106,7 @@ def sketch_shard(
     num: int,
     by_score: bool,
 ) -> Mapping[str, Any]:
-    """Write the bands of the sketches of a shard's records over `num` ranges.
+    """Sketch a shard: write the bands of its records' sketches over `num` ranges.
 
     Records without words have none, nor have images and sounds: two of them may have the same caption.
     """
@@ -136,7 +137,8 @@ def sketch_shard(
 def candidate_pairs(
     index: int, settings: SimpleNamespace, folder: Path, *, sketches: Sequence[Path], num: int
 ) -> Mapping[str, Any]:
-    """Write the pairs of records that share a band of range `index`, each once, over `num` ranges of a hash of both."""
+    """Candidate pairs by sketches: write those of records that share a band of range `index`, each once, over `num`
+    ranges of a hash of both."""
     bands = read_range([shard / "bands" for shard in sketches], index, BAND)
     merit = bands["merit"].astype(np.int64)
     rank = np.zeros_like(merit) if settings.duplicates.keep == "first" else -merit

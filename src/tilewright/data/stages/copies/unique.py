@@ -34,7 +34,7 @@ def unique_records(
     near: Path,
     images: Sequence[Path],
 ) -> Mapping[str, Any]:
-    """Write `kept.parquet` and `rejects.parquet` of a shard.
+    """Unique records: write `kept.parquet` and `rejects.parquet` of a shard without copies.
 
     Args:
         index: of the shard.

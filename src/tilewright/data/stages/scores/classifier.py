@@ -47,18 +47,18 @@ class QualityModel:
     account: dict[str, Any]
 
     def scores(self, texts: Sequence[bytes]) -> np.ndarray:
-        """Probability of "good" for each text, float64 [texts], rounded to 0.00001."""
+        """The quality classifier's scores: probability of "good" for each text, float64 [texts], rounded to 0.00001."""
         logits = self.slope * mean_weights(self.weights, texts) + self.shift
         return np.round(1 / (1 + np.exp(-np.clip(logits, -40, 40))), 5)
 
     def save(self, path: Path) -> None:
-        """Write the model as safetensors."""
+        """Save the quality classifier as safetensors."""
         words = json.dumps({"slope": self.slope, "shift": self.shift, "account": self.account}, sort_keys=True)
         save_file({"weights": self.weights}, path, metadata={_KEY: words})
 
 
 def load_quality(path: Path) -> QualityModel:
-    """Read a model that `QualityModel.save` wrote.
+    """Load a quality classifier that `QualityModel.save` wrote.
 
     Raises:
         DataError: the file is none.
@@ -81,7 +81,8 @@ def load_quality(path: Path) -> QualityModel:
 
 
 def mean_weights(weights: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
-    """Mean of int32 `weights` over the grams of each text, in units of 1, float64 [texts]; 0 for an empty one."""
+    """The quality classifier's mean of int32 `weights` over the grams of each text, in units of 1, float64 [texts]; 0
+    for an empty one."""
     if not texts:
         return np.zeros(0)
     data, gaps, sizes = spaced(texts)
@@ -99,7 +100,8 @@ def _feature(hashes: np.ndarray) -> np.ndarray:
 
 
 def frequencies(texts: Sequence[bytes]) -> Any:
-    """Relative frequencies of the features of each text, a scipy CSR matrix float32 [texts, 2^18]; rows sum to 1."""
+    """Features of the quality classifier: their relative frequencies in each text, a scipy CSR matrix float32 [texts,
+    2^18]; rows sum to 1."""
     from scipy.sparse import csr_array
 
     columns, values, ends = [], [], [0]
@@ -117,7 +119,7 @@ def frequencies(texts: Sequence[bytes]) -> Any:
 def train_quality(
     texts: Sequence[bytes], is_good: np.ndarray, fold_keys: np.ndarray, *, allow_weak: bool
 ) -> QualityModel:
-    """Learn from examples.
+    """Train the quality classifier from examples.
 
     Args:
         texts: UTF-8, none empty.
@@ -170,13 +172,15 @@ def train_quality(
 
 
 def _largest(weights: np.ndarray) -> float:
-    """The divisor of weights with which they use the range of whole numbers: a power of two."""
+    """The largest scale of the classifier's weights: the divisor with which they use the range of whole numbers: a
+    power of two."""
     most = float(np.abs(weights).max())
     return 2.0 ** np.ceil(np.log2(most / 1024)) if most else 1.0
 
 
 def _sklearn() -> tuple[Any, Any]:
-    """(learn, area under the ROC curve). Learning runs in one thread, so that it gives the same bits everywhere."""
+    """The classifier by scikit-learn: (learn, area under the ROC curve). Learning runs in one thread, so that it gives
+    the same bits everywhere."""
     try:
         from sklearn.linear_model import LogisticRegression
         from sklearn.metrics import roc_auc_score
@@ -199,7 +203,8 @@ def _sklearn() -> tuple[Any, Any]:
 
 
 def _platt(logits: np.ndarray, is_good: np.ndarray) -> tuple[float, float]:
-    """(slope, shift) of the logistic curve that fits labels to logits best, both labels of equal weight.
+    """Platt's calibration of the classifier: (slope, shift) of the logistic curve that fits labels to logits best, both
+    labels of equal weight.
 
     Platt's targets, which are not quite 0 and 1, keep the slope finite where the labels are separable.
     """
@@ -220,7 +225,7 @@ def _platt(logits: np.ndarray, is_good: np.ndarray) -> tuple[float, float]:
 
 
 def auc_error(auc: float, good: int, bad: int) -> float:
-    """Standard error of an area under the ROC curve (Hanley and McNeil 1982).
+    """Standard error of the classifier's area under the ROC curve (Hanley and McNeil 1982).
 
     Example:
         >>> round(auc_error(0.5, 50, 50), 3), round(auc_error(0.95, 200, 200), 3)
@@ -232,7 +237,7 @@ def auc_error(auc: float, good: int, bad: int) -> float:
 
 
 def calibration(scores: np.ndarray, is_good: np.ndarray) -> dict[str, Any]:
-    """`brier` and `calibration` of an account; both labels weigh the same."""
+    """Calibration of the classifier: `brier` and `calibration` of an account; both labels weigh the same."""
     weight = np.where(is_good, 0.5 / max(1, int(is_good.sum())), 0.5 / max(1, int((~is_good).sum())))
     bins = np.minimum((scores * _BINS).astype(np.int64), _BINS - 1)
     rows = []

@@ -39,7 +39,8 @@ _PARTS = np.array([_TRAIN] * 6 + [_CALIBRATE] * 2 + [_TEST] * 2)
 
 
 def contrasts(models: Sequence[NgramModel], texts: Sequence[bytes]) -> np.ndarray:
-    """Contrast of each text, float64 [texts], rounded to 0.0001, under (model of clean text, model of noise)."""
+    """Contrast of each text for the noise filter, float64 [texts], rounded to 0.0001, under (model of clean text, model
+    of noise)."""
     clean, noise = bits_per_byte(models, texts)
     return np.round(clean - noise, 4)
 
@@ -47,7 +48,8 @@ def contrasts(models: Sequence[NgramModel], texts: Sequence[bytes]) -> np.ndarra
 def train_contrast(
     clean: Sequence[Piece], noisy: Sequence[Piece], noise: NoiseSection | SimpleNamespace
 ) -> tuple[list[NgramModel], dict[str, Any]]:
-    """Train the models of clean and noisy text; returns both, and the contrasts of text that they have not seen.
+    """Train the contrast: models of clean and noisy text; returns both, and the contrasts of text that they have not
+    seen.
 
     Args:
         clean: clean text.
@@ -104,7 +106,7 @@ def joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def verified(
     found: Mapping[str, Any], noise: NoiseSection | SimpleNamespace, of_corpus: bool = False
 ) -> dict[str, Any]:
-    """The threshold, and what it does to held-out text.
+    """Verify a threshold of contrast: it, and what it does to held-out text.
 
     Args:
         found: see `train_contrast`.
@@ -152,7 +154,7 @@ def verified(
 
 
 def _threshold(held: np.ndarray, noise: NoiseSection | SimpleNamespace, of_corpus: bool) -> float:
-    """The contrast above which records go, from the sorted contrasts of held-out text."""
+    """The threshold of contrast above which records go, from the sorted contrasts of held-out text."""
     if noise.threshold is not None:
         return noise.threshold
     if of_corpus:
@@ -163,7 +165,8 @@ def _threshold(held: np.ndarray, noise: NoiseSection | SimpleNamespace, of_corpu
 
 
 def area(low: np.ndarray, high: np.ndarray) -> float:
-    """Probability that a value of `high` is above one of `low`, ties half: the area under the ROC curve.
+    """Area by contrasts: probability that a value of `high` is above one of `low`, ties half: the area under the ROC
+    curve.
 
     Example:
         >>> area(np.array([1, 2]), np.array([2, 3]))

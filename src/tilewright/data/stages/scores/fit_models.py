@@ -39,7 +39,7 @@ CorpusRecords = tuple[Sequence[Path], Sequence[Path]] | None
 
 
 def make_quality(index: int, settings: SimpleNamespace, folder: Path, *, references: References) -> Mapping[str, Any]:
-    """Train the quality model, or take the given one."""
+    """Fit the quality model, or take the given one."""
     quality, given = settings.quality, references.get("quality.model")
     if isinstance(given, Path):
         model = load_quality(given)
@@ -70,7 +70,7 @@ def _examples(settings: SimpleNamespace, references: References) -> list[Piece]:
 
 
 def quality_scorer(folder: Path) -> Scorer:
-    """Scores by the model in `folder`."""
+    """Scorer of quality by the fitted model in `folder`."""
     model = load_quality(folder / _QUALITY)
     return lambda texts, digests: model.scores(texts)
 
@@ -78,7 +78,7 @@ def quality_scorer(folder: Path) -> Scorer:
 def make_noise(
     index: int, settings: SimpleNamespace, folder: Path, *, references: References, corpus: CorpusRecords
 ) -> Mapping[str, Any]:
-    """Train models of clean text and of noise, and write the contrasts of what they have not seen."""
+    """Fit models of clean text and of noise, and write the contrasts of what they have not seen."""
     noise = settings.noise
     noisy = _sample_of("noise.noisy", references, settings, noise.reference_bytes)
     clean = _reference("noise.clean", references, settings, noise.reference_bytes, corpus)
@@ -97,19 +97,19 @@ def make_noise(
 def verify_noise(
     index: int, settings: SimpleNamespace, folder: Path, *, models: Path, of_corpus: bool
 ) -> Mapping[str, Any]:
-    """Write the threshold of contrast and what it does to held-out text."""
+    """Verify the fitted noise models: write the threshold of contrast and what it does to held-out text."""
     account = verified(json.loads((models / _CONTRASTS).read_bytes()), settings.noise, of_corpus)
     _write(folder / ACCOUNT, account)
     return {"clean": account["clean"]}
 
 
 def noise_threshold(folder: Path) -> float:
-    """The contrast above which records go, as `verify_noise` wrote it."""
+    """Threshold of the fitted noise models: the contrast above which records go, as `verify_noise` wrote it."""
     return float(json.loads((folder / ACCOUNT).read_bytes())["threshold"])
 
 
 def contrast_scorer(folder: Path) -> Scorer:
-    """Contrasts by the models in `folder`."""
+    """Scorer of contrasts by the fitted models in `folder`."""
     tensors = load_file(folder / _NGRAMS)
     pairs = []
     while f"{len(pairs)}.clean.unigram" in tensors:
@@ -125,7 +125,7 @@ def contrast_scorer(folder: Path) -> Scorer:
 def make_reference(
     index: int, settings: SimpleNamespace, folder: Path, *, references: References, corpus: CorpusRecords
 ) -> Mapping[str, Any]:
-    """Train the model by which records are sampled."""
+    """Fit the reference model by which records are sampled."""
     sample = settings.sample
     samples = _reference("sample.reference", references, settings, sample.reference_bytes, corpus)
     tensors: dict[str, np.ndarray] = {}
@@ -147,7 +147,7 @@ def make_reference(
 
 
 def bits_scorer(folder: Path) -> Scorer:
-    """Bits per byte by the models in `folder`, rounded to 0.001."""
+    """Scorer of bits per byte by the fitted models in `folder`, rounded to 0.001."""
     tensors = load_file(folder / _NGRAMS)
     models = []
     while f"{len(models)}.unigram" in tensors:
@@ -156,7 +156,7 @@ def bits_scorer(folder: Path) -> Scorer:
 
 
 def _by_half(models: Sequence[Any], score: Callable[[Any, Sequence[bytes]], np.ndarray]) -> Scorer:
-    """Scores by the one model, or of two by that of the other half of the corpus."""
+    """Scores by the one fitted model, or of two by that of the other half of the corpus."""
 
     def scores(texts: Sequence[bytes], digests: np.ndarray) -> np.ndarray:
         if len(models) == 1:
@@ -174,14 +174,14 @@ def _by_half(models: Sequence[Any], score: Callable[[Any, Sequence[bytes]], np.n
 def _reference(
     setting: str, references: References, settings: SimpleNamespace, limit: int, corpus: CorpusRecords
 ) -> list[list[Piece]]:
-    """The texts of a reference; of the corpus, those of both halves."""
+    """The texts of a reference to fit a model to; of the corpus, those of both halves."""
     if corpus is not None:
         return list(corpus_sample(*corpus, limit))
     return [_sample_of(setting, references, settings, limit)]
 
 
 def _sample_of(setting: str, references: References, settings: SimpleNamespace, limit: int) -> list[Piece]:
-    """About `limit` bytes of the texts of a reference; none where it is not given."""
+    """A sample to fit a model to: about `limit` bytes of the texts of a reference; none where it is not given."""
     listing = references.get(setting)
     return folder_sample(listing, settings, limit, setting) if isinstance(listing, Listing) else []
 

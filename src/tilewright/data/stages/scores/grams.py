@@ -15,7 +15,8 @@ _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 def spaced(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(uint8 [L] of the texts with a gap before each, int64 first byte of each gap, int64 bytes of each text).
+    """Texts spaced for their grams: (uint8 [L] of the texts with a gap before each, int64 first byte of each gap, int64
+    bytes of each text).
 
     Example:
         >>> data, gaps, sizes = spaced([b"ab", b"c"])
@@ -29,7 +30,8 @@ def spaced(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def packed(data: np.ndarray) -> np.ndarray:
-    """The last eight bytes at each position as one number, the latest in its lowest byte; uint64 [L] of uint8 [L].
+    """Grams packed: the last eight bytes at each position as one number, the latest in its lowest byte; uint64 [L] of
+    uint8 [L].
 
     Example:
         >>> [hex(value) for value in packed(np.array([1, 2, 3], np.uint8)).tolist()]
@@ -42,7 +44,7 @@ def packed(data: np.ndarray) -> np.ndarray:
 
 
 def inside(data: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-    """Positions that are in a text and in no gap, bool [L]."""
+    """Positions of grams that are in a text and in no gap, bool [L]."""
     found = np.ones(len(data), bool)
     for back in range(LONGEST):
         found[gaps + back] = False
@@ -50,7 +52,7 @@ def inside(data: np.ndarray, gaps: np.ndarray) -> np.ndarray:
 
 
 def blocks(data: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The packed bytes of `data` [L] in blocks, as (first position, uint64 of the position before it and of the block).
+    """Packed grams of `data` [L] in blocks, as (first position, uint64 of the position before it and of the block).
 
     The first gap is left out: nothing is known of what is before it.
     """
@@ -60,7 +62,7 @@ def blocks(data: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def mask(length: int) -> np.uint64:
-    """The bits of the last `length` bytes."""
+    """Mask of a gram: the bits of the last `length` bytes."""
     return np.uint64((1 << 8 * length) - 1)
 
 
@@ -74,5 +76,5 @@ def hashed(last: np.ndarray, length: int) -> np.ndarray:
 
 
 def sums(values: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-    """Sum of int32 [L] (0 in gaps) over each text, int64: exact, whatever texts are beside it."""
+    """Sums over grams: of int32 [L] (0 in gaps) over each text, int64: exact, whatever texts are beside it."""
     return np.add.reduceat(values, gaps, dtype=np.int64) if len(gaps) else np.zeros(0, np.int64)

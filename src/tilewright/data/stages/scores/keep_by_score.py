@@ -40,7 +40,7 @@ class ScoreKind:
 
     @property
     def bin_starts(self) -> list[float]:
-        """Where each bin of the histogram begins. The first and the last one are open."""
+        """Bins of a score's histogram: where each begins. The first and the last one are open."""
         return [self.low + (self.high - self.low) * k / NUM_BINS for k in range(NUM_BINS)]
 
 
@@ -60,7 +60,7 @@ class ScoreDecision:
     thresholds: Sequence[str | float]
 
     def reason(self, number: int) -> DropReason:
-        """Why the record of this number goes."""
+        """Why the record of this number is not kept by its score."""
         return DropReason(self.rule, self.values[number], self.thresholds[number])
 
 
@@ -71,7 +71,8 @@ Judge = Callable[[str, np.ndarray, np.ndarray], ScoreDecision]
 def score_records(
     repaired: Path, kept: Path, scorer: Scorer, domains: Sequence[str], folder: Path
 ) -> Mapping[str, Any]:
-    """Write `scores.npy`: the score of each row of `kept.parquet`, float32; NaN of what is no text or not asked for."""
+    """Score records: write `scores.npy`: the score of each row of `kept.parquet`, float32; NaN of what is no text or
+    not asked for."""
     digests = digests_of(kept)
     at = num = num_bytes = 0
     with NpyWriter(folder / "scores.npy", np.dtype("<f4")) as out:
@@ -89,7 +90,7 @@ def score_records(
 
 
 def _parts(wanted: list[int], texts: list[str]) -> list[list[int]]:
-    """Texts that are scored together."""
+    """Parts of texts that are scored together, to keep the best."""
     parts: list[list[int]] = []
     size = 0
     for i in wanted:
@@ -102,7 +103,7 @@ def _parts(wanted: list[int], texts: list[str]) -> list[list[int]]:
 
 
 def count_scores(shards: Sequence[tuple[str, Path]], folder: Path) -> Mapping[str, Any]:
-    """Write `counts.json`: the sorted scores of each domain and how often each occurs.
+    """Count scores to keep records by: write `counts.json`: the sorted scores of each domain and how often each occurs.
 
     Args:
         shards: domain and folder with `scores.npy` of each.
@@ -133,27 +134,29 @@ class ScoreRanks:
         return cls({domain: (np.array(v, np.float32), np.array(c, np.int64)) for domain, (v, c) in plain.items()})
 
     def of(self, domain: str, scores: np.ndarray, digests: np.ndarray) -> np.ndarray:
-        """The rank of each of a domain's records, float64 in [0, 1)."""
+        """Ranks of scores: of each of a domain's records, float64 in [0, 1), to keep it by."""
         values, counts = self.domains[domain]
         at = np.searchsorted(values, scores.astype(np.float32))
         below = np.cumsum(counts) - counts
         return (below[at] + uniform(digests, _TIES) * counts[at]) / counts.sum()
 
     def value_at(self, domain: str, rank: float) -> float:
-        """The score at a rank."""
+        """The score at a rank, to keep records by."""
         values, counts = self.domains[domain]
         return float(values[min(int(np.searchsorted(np.cumsum(counts), rank * counts.sum())), len(values) - 1)])
 
 
 def uniform(digests: np.ndarray, *keys: int) -> np.ndarray:
-    """A number in [0, 1) for each digest, by a hash of it and the keys; float64."""
+    """Uniform numbers in [0, 1) for records' digests, to keep a sample by score, by a hash of each and the keys;
+    float64."""
     return (hash64(*keys, digests) >> np.uint64(11)) / 2.0**53
 
 
 def choose_records(
     repaired: Path, kept: Path, scores: Path, kind: ScoreKind, judge: Judge, folder: Path
 ) -> Mapping[str, Any]:
-    """Write the shard's `kept.parquet` with the score of each record that stays, rejects, and a histogram.
+    """Keep records by their scores: write the shard's `kept.parquet` with the score of each record that stays, rejects,
+    and a histogram.
 
     Args:
         repaired: folder of the shard's text.

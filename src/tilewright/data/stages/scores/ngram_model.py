@@ -42,13 +42,13 @@ class NgramModel:
         return len(self.tables) + 1
 
     def tensors(self, prefix: str = "") -> dict[str, np.ndarray]:
-        """Everything by name, for a file."""
+        """Tensors of the n-gram model by name, for a file."""
         tables = {f"{prefix}table{n}": table for n, table in enumerate(self.tables, 2)}
         return {f"{prefix}unigram": self.unigram, f"{prefix}gamma": self.gamma} | tables
 
     @classmethod
     def of(cls, tensors: Mapping[str, np.ndarray], prefix: str = "") -> "NgramModel":
-        """The object from the result of `tensors`."""
+        """The n-gram model from the result of `tensors`."""
         tables = []
         while (name := f"{prefix}table{len(tables) + 2}") in tensors:
             tables.append(tensors[name])
@@ -56,7 +56,7 @@ class NgramModel:
 
 
 def bits_per_byte(models: Sequence[NgramModel], texts: Sequence[bytes]) -> np.ndarray:
-    """Bits per byte of each text under each model, float64 [models, texts]; 0 for an empty text.
+    """Bits per byte of each text under each n-gram model, float64 [models, texts]; 0 for an empty text.
 
     Args:
         models: of one order; several share the work on the grams.
@@ -78,7 +78,8 @@ def bits_per_byte(models: Sequence[NgramModel], texts: Sequence[bytes]) -> np.nd
 
 
 def probabilities(model: NgramModel, context: bytes) -> np.ndarray:
-    """The probability of each byte after `context` (NUL bytes stand for the begin of a text), float32 [256]."""
+    """Probabilities by the n-gram model of each byte after `context` (NUL bytes stand for the begin of a text), float32
+    [256]."""
     held = (bytes(LONGEST) + context)[-LONGEST:]
     last = np.array([[held, held[1:] + bytes([byte])] for byte in range(256)])
     pairs = np.array([[int.from_bytes(one.ljust(LONGEST, b"\0"), "big") for one in row] for row in last], np.uint64)
@@ -86,12 +87,14 @@ def probabilities(model: NgramModel, context: bytes) -> np.ndarray:
 
 
 def _costs(models: Sequence[NgramModel], last: np.ndarray) -> list[np.ndarray]:
-    """Bits of each position but the first of packed bytes, in units of 1 / `_UNIT`, int32 for each model."""
+    """Costs under n-gram models: bits of each position but the first of packed bytes, in units of 1 / `_UNIT`, int32
+    for each model."""
     return [_bits_table()[p.view(np.uint32) >> np.uint32(11)] for p in _probability(models, last)]
 
 
 def _probability(models: Sequence[NgramModel], last: np.ndarray) -> list[np.ndarray]:
-    """Probability of the byte at each position but the first, after those before it; float32 for each model."""
+    """Probability by n-gram models of the byte at each position but the first, after those before it; float32 for each
+    model."""
     byte = (last & mask(1)).view(np.int64)
     found = [model.unigram[byte[1:]] for model in models]
     gammas = [model.gamma[byte[:-1]] for model in models]
@@ -112,18 +115,19 @@ def _places(hashes: np.ndarray, length: int) -> np.ndarray:
 
 
 def _float(field: np.ndarray) -> np.ndarray:
-    """The float32 whose upper bits are the lowest 20 of each uint64."""
+    """Float of the n-gram tables: the float32 whose upper bits are the lowest 20 of each uint64."""
     return (((field & _FIELD) << np.uint64(11)).astype(np.uint32)).view(np.float32)
 
 
 def _field(values: np.ndarray) -> np.ndarray:
-    """The field of the largest result of `_float` that is at most the value; uint64."""
+    """Field of the n-gram tables: that of the largest result of `_float` that is at most the value; uint64."""
     return (values.astype(np.float32).view(np.uint32) >> np.uint32(11)).astype(np.uint64)
 
 
 @lru_cache(maxsize=1)
 def _bits_table() -> np.ndarray:
-    """-log2 of the float32 with these upper 20 bits, in the middle of what shares them; int32, capped at 64 bits."""
+    """Table of bits for n-gram models: -log2 of the float32 with these upper 20 bits, in the middle of what shares
+    them; int32, capped at 64 bits."""
     upper = np.arange(1 << 20, dtype=np.uint32)
     upper = np.minimum(upper, _field(np.ones(1))[0].astype(np.uint32))  # no probability is above 1
     middle = ((upper << np.uint32(11)) | np.uint32(1 << 10)).view(np.float32).astype(np.float64)
@@ -131,7 +135,7 @@ def _bits_table() -> np.ndarray:
 
 
 def train_ngrams(texts: Iterable[bytes], order: int) -> NgramModel:
-    """The model of `order` of texts that are not all empty.
+    """Train the n-gram model of `order` of texts that are not all empty.
 
     Args:
         texts: UTF-8; in memory they take about thirty times their size.
@@ -169,7 +173,8 @@ def train_ngrams(texts: Iterable[bytes], order: int) -> NgramModel:
 
 
 def _counts(last: np.ndarray, order: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(sorted grams, counts to smooth, counts in the text) of each order. Grams that begin a text keep their counts."""
+    """Counts for the n-gram model: (sorted grams, counts to smooth, counts in the text) of each order. Grams that begin
+    a text keep their counts."""
     grams = np.sort(last & mask(order))
     first = _runs(grams)
     grams, counts = grams[first], np.diff(np.append(first, len(grams)))
@@ -188,21 +193,21 @@ def _counts(last: np.ndarray, order: int) -> list[tuple[np.ndarray, np.ndarray, 
 
 
 def _runs(ordered: np.ndarray) -> np.ndarray:
-    """Where each value of a sorted array begins."""
+    """Runs in n-gram counts: where each value of a sorted array begins."""
     begins = np.ones(len(ordered), bool)
     begins[1:] = ordered[1:] != ordered[:-1]
     return np.flatnonzero(begins)
 
 
 def _by_context(grams: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(contexts, sums of values over the bytes after each) of sorted grams."""
+    """N-gram counts by context: (contexts, sums of values over the bytes after each) of sorted grams."""
     contexts = grams >> np.uint64(8)
     first = _runs(contexts)
     return contexts[first], np.add.reduceat(values, first) if len(first) else np.zeros(0)
 
 
 def _alpha(grams: np.ndarray, counts: np.ndarray, n: int) -> np.ndarray:
-    """The discounted share of each gram's last byte after its context, float64."""
+    """Alpha of the n-gram model: the discounted share of each gram's last byte after its context, float64."""
     total = int(counts.sum()) if n == 1 else None
     if total is None:
         contexts, sizes = _by_context(grams, counts)
@@ -213,7 +218,7 @@ def _alpha(grams: np.ndarray, counts: np.ndarray, n: int) -> np.ndarray:
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """The discounts of counts 0, 1, 2, and 3 or more; Chen and Goodman 1999, equation 17."""
+    """Discounts of the n-gram model for counts 0, 1, 2, and 3 or more; Chen and Goodman 1999, equation 17."""
     one, two, three, four = (int((counts == k).sum()) for k in (1, 2, 3, 4))
     if not (one and two and three and four):
         return np.array([0, 0.5, 0.75, 1.0])
@@ -223,7 +228,8 @@ def _discounts(counts: np.ndarray) -> np.ndarray:
 
 
 def _wanted(counted: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(sorted grams, frequency) of each order: the most frequent, and the contexts of those of the order above."""
+    """N-grams wanted in the tables: (sorted grams, frequency) of each order: the most frequent, and the contexts of
+    those of the order above."""
     found: list[tuple[np.ndarray, np.ndarray]] = []
     above = np.zeros(0, np.uint64)
     for grams, _, counts in reversed(counted):
@@ -240,7 +246,8 @@ def _wanted(counted: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> lis
 
 
 def _looked_up(asked: np.ndarray, known: np.ndarray, values: np.ndarray, default: float = 0.0) -> np.ndarray:
-    """The value of each gram that is asked for, float64; `default` where it is not among the sorted `known`."""
+    """N-grams looked up: the value of each that is asked for, float64; `default` where it is not among the sorted
+    `known`."""
     at = np.minimum(np.searchsorted(known, asked), max(0, len(known) - 1))
     if not len(known):
         return np.full(len(asked), default)
@@ -248,7 +255,7 @@ def _looked_up(asked: np.ndarray, known: np.ndarray, values: np.ndarray, default
 
 
 def _place(grams: np.ndarray, frequency: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(table with the check bits and a gamma of 1, sorted grams that have a place, that place)."""
+    """Places of n-grams: (table with the check bits and a gamma of 1, sorted grams that have a place, that place)."""
     length = 1 << max(4, (_LOAD * len(grams) - 1).bit_length())
     hashes = hashed(grams, n)
     where = _places(hashes, length)
@@ -262,6 +269,7 @@ def _place(grams: np.ndarray, frequency: np.ndarray, n: int) -> tuple[np.ndarray
 
 
 def _set_gamma(table: np.ndarray, contexts: np.ndarray, values: np.ndarray, n: int) -> None:
-    """Write the weights after `contexts`, which have their place in the table of order `n`."""
+    """Set gamma of the n-gram model: write the weights after `contexts`, which have their place in the table of order
+    `n`."""
     where = _places(hashed(contexts, n), len(table))
     table[where] = (table[where] & ~_FIELD) | _field(values)

@@ -61,7 +61,7 @@ class HashSample:
                 self._prune()
 
     def taken(self) -> list[Piece]:
-        """The sample, by hash."""
+        """The sample of references that was taken, by hash."""
         self._prune()
         return list(self._held.values())
 
@@ -82,7 +82,7 @@ def _draw(piece: Piece) -> int:
 
 
 def folder_sample(listing: Listing, build: DataBuild | SimpleNamespace, limit: int, setting: str) -> list[Piece]:
-    """About `limit` bytes of the texts below a folder, read by the settings `READING` of `build`."""
+    """Reference texts of a folder: about `limit` bytes of those below it, read by the settings `READING` of `build`."""
     sample = HashSample(limit)
     unread = 0
     for item in (item for shard in listing.shards for item in shard):
@@ -97,7 +97,7 @@ def folder_sample(listing: Listing, build: DataBuild | SimpleNamespace, limit: i
 
 
 def labelled_sample(path: Path, build: DataBuild | SimpleNamespace, limit: int) -> list[Piece]:
-    """About `limit` bytes of each label, of rows with a text and a label."""
+    """Labelled reference texts: about `limit` bytes of each label, of rows with a text and a label."""
     samples = {True: HashSample(limit), False: HashSample(limit)}
     skipped, why = 0, ""
     for start, line in segment_lines(path, 0, path.stat().st_size, build.limits.line_bytes):
@@ -118,7 +118,7 @@ def labelled_sample(path: Path, build: DataBuild | SimpleNamespace, limit: int) 
 
 
 def _pieces(text: str, build: DataBuild | SimpleNamespace, label: bool | None = None) -> Iterator[Piece]:
-    """A text as records have it: repaired, and cut where it is long."""
+    """Pieces of a reference text as records have it: repaired, and cut where it is long."""
     data = repaired(text, build.repair)[0].encode("utf-8", "replace")
     if not data.strip():
         return
@@ -128,7 +128,7 @@ def _pieces(text: str, build: DataBuild | SimpleNamespace, label: bool | None = 
 
 
 def digests_of(kept: Path) -> np.ndarray:
-    """First half of the digest of each row of a `kept.parquet`, uint64."""
+    """Digests of reference records: first half of that of each row of a `kept.parquet`, uint64."""
     found = [np.zeros(0, np.uint64)]
     for _, batch in batches(kept / "kept.parquet", ("digest",)):
         found.append(np.frombuffer(b"".join(batch["digest"]), "<u8").reshape(-1, 2)[:, 0])
@@ -136,12 +136,13 @@ def digests_of(kept: Path) -> np.ndarray:
 
 
 def half_of(digests: np.ndarray) -> np.ndarray:
-    """The half of the corpus that records belong to, int64: 0 or 1. A record is scored by a model of the other half."""
+    """For references, the half of the corpus that records belong to, int64: 0 or 1. A record is scored by a model of
+    the other half."""
     return (hash64(0x4A1F, digests) & np.uint64(1)).astype(np.int64)
 
 
 def corpus_sample(repaired_: Sequence[Path], kept: Sequence[Path], limit: int) -> tuple[list[Piece], list[Piece]]:
-    """About `limit` bytes of records of each half of the corpus (`half_of`).
+    """Corpus as reference: about `limit` bytes of records of each half (`half_of`).
 
     Args:
         repaired_: folders with the text of the shards.
@@ -169,7 +170,7 @@ def corpus_sample(repaired_: Sequence[Path], kept: Sequence[Path], limit: int) -
 
 
 def _texts_of(repaired_: Sequence[Path], docs: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    """(index, text) of the records `docs[wanted]` that are text."""
+    """Reference texts of records: (index, text) of the `docs[wanted]` that are text."""
     for shard, folder in enumerate(repaired_):
         first, stop = np.searchsorted(docs[wanted], [doc_of(s, np.zeros(1, np.int64))[0] for s in (shard, shard + 1)])
         if first == stop:

@@ -11,7 +11,8 @@ _DRAW = 0xD4A3
 
 
 def quality_judge(quality: QualitySection, ranks: ScoreRanks | None) -> Judge:
-    """Scores below the threshold go, or those below the best share of the domain; neither: all stay."""
+    """Quality's decision by score: those below the threshold go, or those below the best share of the domain; neither:
+    all stay."""
 
     def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         if quality.keep_top is not None:
@@ -29,7 +30,7 @@ def quality_judge(quality: QualitySection, ranks: ScoreRanks | None) -> Judge:
 
 
 def noise_judge(threshold: float) -> Judge:
-    """Contrasts above the threshold go."""
+    """Noise's decision by score: contrasts above the threshold go."""
 
     def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         values = [f"{score:.4f} bits per byte" for score in scores]
@@ -39,7 +40,8 @@ def noise_judge(threshold: float) -> Judge:
 
 
 def sample_judge(sample: SampleSection, ranks: ScoreRanks) -> Judge:
-    """A record stays with a probability that depends on the rank of its bits per byte and on its domain."""
+    """Sampling's decision by score: a record stays with a probability that depends on the rank of its bits per byte and
+    on its domain."""
 
     def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         rank = ranks.of(domain, scores, digests)
@@ -52,7 +54,7 @@ def sample_judge(sample: SampleSection, ranks: ScoreRanks) -> Judge:
 
 
 def chances(rank: np.ndarray, weights: Sequence[float], shape: str) -> np.ndarray:
-    """Probability to stay at each rank in [0, 1), float64.
+    """Chances in the decision of sampling: probability to stay at each rank in [0, 1), float64.
 
     Example:
         >>> ranks = np.array([0.0, 0.4, 0.75, 0.999])

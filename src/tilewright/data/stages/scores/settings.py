@@ -99,21 +99,21 @@ class SampleSection(Section):
 
 
 def paths(quality: QualitySection, noise: NoiseSection, sample: SampleSection) -> dict[str, str]:
-    """The files and folders that the stages learn from, by setting."""
+    """Paths in the settings of scores: the files and folders that the stages learn from, by setting."""
     found = {f"quality.{name}": getattr(quality, name) for name in ("good", "bad", "labelled", "model")}
     found |= {"noise.clean": noise.clean, "noise.noisy": noise.noisy, "sample.reference": sample.reference}
     return {name: path for name, path in found.items() if path and path != CORPUS}
 
 
 def absolute(section: Section, folder: Path) -> Section:
-    """A section with its paths relative to the folder of the data.toml."""
+    """A section of settings of scores with its paths relative to the folder of the data.toml, made absolute."""
     names = {"good", "bad", "labelled", "model", "clean", "noisy", "reference"} & set(type(section).model_fields)
     given = {name: getattr(section, name) for name in names if getattr(section, name) not in ("", CORPUS)}
     return section.model_copy(update={k: str((folder / Path(v).expanduser()).absolute()) for k, v in given.items()})
 
 
 def void(quality: QualitySection, noise: NoiseSection, sample: SampleSection) -> Iterator[tuple[bool, str, tuple]]:
-    """(whether it is so, what, settings that it makes void)."""
+    """Settings of scores that are void: (whether it is so, what, settings that it makes void)."""
     for name, section in (("quality", quality), ("noise", noise), ("sample", sample)):
         switch = {"quality": "good", "noise": "clean", "sample": "reference"}[name]
         others = tuple(f"{name}.{one}" for one in type(section).model_fields if one != switch)
@@ -127,7 +127,8 @@ def void(quality: QualitySection, noise: NoiseSection, sample: SampleSection) ->
 def conflicts(
     quality: QualitySection, noise: NoiseSection, sample: SampleSection, keep: str
 ) -> Iterator[tuple[str, Problem]]:
-    """(setting, problem) of settings that are right one by one and not together. `keep` is `duplicates.keep`."""
+    """Conflicts in the settings of scores: (setting, problem) of those that are right one by one and not together.
+    `keep` is `duplicates.keep`."""
     given = [name for name in ("good", "bad", "labelled", "model") if getattr(quality, name)]
     if given not in ([], ["good", "bad"], ["labelled"], ["model"]):
         got, need = ", ".join(given), "good and bad, or labelled, or model"

@@ -97,7 +97,7 @@ class CorpusSample(StageInput):
 
 
 def _units(section: str, num: Count) -> Count:
-    """Units of a stage that is there where its section is on."""
+    """Units of a score's stage that is there where its section is on."""
     return lambda c: num(c) if getattr(c.build, section).is_on else 0
 
 
@@ -172,7 +172,7 @@ def _choose_sample(
 
 
 def _chosen(section: str, before: StageName) -> dict[str, StageInput]:
-    """The inputs of each stage that drops by a score."""
+    """The inputs of each stage that chooses by a score."""
     return {"records": Same("repair"), "kept": Same(before), "scores": Same(f"{section}_scores")}
 
 

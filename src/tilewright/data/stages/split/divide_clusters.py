@@ -49,7 +49,8 @@ class Divided:
 
 
 def largest_share(holdout: float) -> float:
-    """Share of a domain's bytes above which a cluster is divided: what fits into the held-out part, at most 5 %."""
+    """Largest share of a cluster: of a domain's bytes above which a cluster is divided: what fits into the held-out
+    part, at most 5 %."""
     return min(1.5 * holdout, LARGEST_SHARE)
 
 
@@ -97,7 +98,7 @@ def _divide(
     limits: np.ndarray,
     members: np.ndarray,
 ) -> list[np.ndarray]:
-    """Members by what they do not share; each part in ascending order."""
+    """Divide a cluster's members by what they do not share; each part in ascending order."""
     found, open_ = [], [members]
     while open_:
         mine = open_.pop()
@@ -111,7 +112,7 @@ def _divide(
 def _without_common(
     texts: Callable[[np.ndarray], list[np.ndarray]], lengths: np.ndarray, members: np.ndarray
 ) -> list[np.ndarray]:
-    """Clusters of near-copies among members by the shingles that at most half of them have."""
+    """To divide clusters, those among members by the shingles that at most half of them have."""
     sample = members[np.argsort(hash64(0, members), kind="stable")[:_SAMPLE]]
     hashes, counts = _hashes(texts, lengths, sample)
     pairs = np.unique(np.stack([hashes, np.repeat(np.arange(len(sample)), counts).astype(np.uint64)]), axis=1)
@@ -144,7 +145,7 @@ def _hashes(
 
 
 def slices(data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> Callable[[np.ndarray], list[np.ndarray]]:
-    """The `texts` of documents that lie in one array.
+    """Slices of `texts` of a cluster's documents that lie in one array.
 
     Args:
         data: uint8.

@@ -36,7 +36,7 @@ class HoldoutDocuments(Protocol):
     def __len__(self) -> int: ...
 
     def data_of(self, index: int) -> bytes:
-        """The UTF-8 bytes of a document."""
+        """The UTF-8 bytes of a document that may be held out."""
         ...
 
 
@@ -89,7 +89,8 @@ def choose_holdout(
 
 
 def _note_groups(split: Split, spool: HoldoutDocuments, cluster_of: np.ndarray) -> None:
-    """Say where a group of near-copies that may be a task of its own is not trained on at all."""
+    """Note what is held out: say where a group of near-copies that may be a task of its own is not trained on at
+    all."""
     sizes = np.bincount(cluster_of[split.held], minlength=1)
     for cluster in np.flatnonzero(sizes >= GROUP).tolist():
         name = spool.domains[int(spool.domain_of[np.flatnonzero(cluster_of == cluster)[0]])]
@@ -154,7 +155,8 @@ def _hold_out_tail(
 
 
 def _line_start(spool: HoldoutDocuments, document: int, at: int) -> int:
-    """A byte near and before `at` where a line, else a word, else a character begins."""
+    """Line start for a held-out tail: a byte near and before `at` where a line, else a word, else a character
+    begins."""
     text = spool.data_of(document)
     data = text[:at]
     for mark in (b"\n", b" "):

@@ -53,7 +53,7 @@ class Refused:
     folders: list[Path]
 
     def error(self, num: int) -> DataError:
-        """Too little text for both parts: `num` records are left."""
+        """The error of a refused split: too little text for both parts: `num` records are left."""
         counts: Counter[str] = Counter()
         stages: set[str] = set()
         for folder in self.folders:
@@ -86,7 +86,7 @@ class _Documents:
     repaired: Sequence[Path]
 
     def where(self, stays: np.ndarray) -> "_Documents":
-        """The documents for which `stays` (bool) is true."""
+        """Documents of the split for which `stays` (bool) is true."""
         docs, domain_of, lengths = self.docs[stays], self.domain_of[stays], self.lengths[stays]
         is_media, texts = self.is_media[stays], self.texts[stays]
         return _Documents(self.domains, docs, domain_of, lengths, is_media, texts, self.repaired)
@@ -98,7 +98,8 @@ class _Documents:
         return self.texts_of(np.array([index]))[0].tobytes()
 
     def texts_of(self, members: np.ndarray) -> list[np.ndarray]:
-        """UTF-8 bytes (uint8) of the records with these indices; only the row groups that hold them are read."""
+        """UTF-8 bytes (uint8) of the split's records with these indices; only the row groups that hold them are
+        read."""
         shards, rows_ = shard_of(self.docs[members]).astype(np.int64), row_of(self.docs[members])
         found: dict[int, np.ndarray] = {}
         for shard in np.unique(shards).tolist():
@@ -127,7 +128,8 @@ def split_records(
     refused: Refused,
     format: str,
 ) -> Mapping[str, Any]:
-    """Write where each record goes: `NNNNN.npy` per shard (uint8, one per row of its side table) and `split.json`.
+    """Split records: write where each goes: `NNNNN.npy` per shard (uint8, one per row of its side table) and
+    `split.json`.
 
     `split.json` has `cut` (record -> byte where its held-out tail begins), domains that are dropped, and notes. Records
     that are left out by the limit go to `LEFT`, those of a domain that is too small to `DROPPED`.
@@ -171,7 +173,7 @@ def split_records(
 def _all_kept(
     kept: Sequence[Path], repaired: Sequence[Path], domains: tuple[str, ...], domain_of_shard: list[str]
 ) -> _Documents:
-    """All records that the stages before have kept."""
+    """All records to split that the stages before have kept."""
     docs, domain_of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
     lengths, is_media = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
     texts = [np.zeros(0, np.uint64)]
@@ -191,7 +193,8 @@ def _all_kept(
 
 
 def _captions(records: Path) -> dict[int, bytes]:
-    """Row of each image and sound of a shard -> digest of its text. The digest of a text record is that of its text."""
+    """Captions beside the split: row of each image and sound of a shard -> digest of its text. The digest of a text
+    record is that of its text."""
     found = {}
     for first, batch in batches(records / "records.parquet", ("modality",)):
         if any(modality != "text" for modality in batch["modality"]):
@@ -205,7 +208,7 @@ def _captions(records: Path) -> dict[int, bytes]:
 
 
 def _shown(found: _Documents, part: np.ndarray) -> list[str]:
-    """A note on images and sounds whose captions are not trained on."""
+    """A note of the split on images and sounds whose captions are not trained on."""
     shown = np.isin(part, (SHOWN, SHOWN_HELD))
     counts = np.bincount(found.domain_of[shown], minlength=len(found.domains)).tolist()
     why = "captioned images or sounds stay without tokens: the text of the domain is too little to hold a part out"
@@ -213,7 +216,8 @@ def _shown(found: _Documents, part: np.ndarray) -> list[str]:
 
 
 def _held_media(found: _Documents, silent: np.ndarray, settings: SplitSection) -> np.ndarray:
-    """Images and sounds without tokens (`silent`) that are held out: of two of a domain one at least, and never all."""
+    """Held-out media of the split: images and sounds without tokens (`silent`): of two of a domain one at least, and
+    never all."""
     held = [np.zeros(0, np.int64)]
     order = np.argsort(hash64(settings.seed, found.docs), kind="stable")
     order = order[silent[order]]
@@ -224,7 +228,7 @@ def _held_media(found: _Documents, silent: np.ndarray, settings: SplitSection) -
 
 
 def within(domain_of: np.ndarray, lengths: np.ndarray, docs: np.ndarray, settings: SplitSection) -> np.ndarray:
-    """Which records stay under `settings.max_bytes`, bool: all where it is 0.
+    """Records of the split within `settings.max_bytes`, bool: all where it is 0.
 
     Example:
         >>> domain_of, lengths = np.array([0, 0, 0, 1]), np.array([50, 50, 50, 20])
@@ -249,7 +253,8 @@ def within(domain_of: np.ndarray, lengths: np.ndarray, docs: np.ndarray, setting
 
 
 def _clusters(found: _Documents, path: Path) -> np.ndarray:
-    """Cluster of each record: of its near-copies, and of what has the same text, such as images with one caption."""
+    """Clusters of the split: of each record that of its near-copies, and of what has the same text, such as images with
+    one caption."""
     docs, known = found.docs, np.load(path / "clusters.npy", allow_pickle=False)
     cluster = docs.copy()
     at = np.searchsorted(docs, known["doc"])
@@ -264,7 +269,8 @@ def _clusters(found: _Documents, path: Path) -> np.ndarray:
 
 
 def _divided(found: _Documents, cluster_of: np.ndarray, settings: SplitSection) -> tuple[np.ndarray, list[str]]:
-    """The clusters, with those divided that are too large to be held out whole, and what is to be said of it."""
+    """The split's clusters, with those divided that are too large to be held out whole, and what is to be said of
+    it."""
     _, first, number = np.unique(cluster_of, return_index=True, return_inverse=True)
     whole = first[number]
     share = largest_share(settings.holdout)
@@ -275,13 +281,13 @@ def _divided(found: _Documents, cluster_of: np.ndarray, settings: SplitSection) 
 
 
 def source_label(c: Context) -> str:
-    """The sources of a build, for a person: without the `..` of a data.toml that lies in another folder."""
+    """Label of a split's sources, for a person: without the `..` of a data.toml that lies in another folder."""
     sources = list(c.build.read.sources.values()) or [c.build.read.source]
     return ", ".join(str(Path(source).resolve()) if ".." in Path(source).parts else source for source in sources)
 
 
 def _refused(c: Context, i: int) -> Refused:
-    """The text of an error."""
+    """The text of the error of a refused split."""
     before = [name for name in rejecting(c.build) if name != encoding(c.build)]
     return Refused(
         source_label(c),

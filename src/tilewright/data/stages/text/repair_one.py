@@ -20,7 +20,7 @@ _MASKS = {
 
 
 def repaired(text: str, repair: RepairSection | SimpleNamespace) -> tuple[str, list[str]]:
-    """The repaired text, and what was changed besides line ends and blank edges.
+    """Repair one text: it, and what was changed besides line ends and blank edges.
 
     Example:
         >>> repaired("\\rWrite to a.b@example.org\\0\\r\\n", RepairSection(mask=("email",)))
@@ -43,12 +43,12 @@ def repaired(text: str, repair: RepairSection | SimpleNamespace) -> tuple[str, l
 
 
 def line_hash(domain: str, line: str) -> int:
-    """Hash of a line of a domain, blanks at its ends left out."""
+    """Hash of a line to repair one text by, of a domain, blanks at its ends left out."""
     return xxhash.xxh3_64_intdigest(f"{domain}\0{line.strip()}".encode())
 
 
 def without_lines(text: str, domain: str, common: np.ndarray, least_chars: int) -> tuple[str, int]:
-    """The text without the lines whose hash is in `common` (sorted), and how many these were."""
+    """One text repaired to be without the lines whose hash is in `common` (sorted), and how many these were."""
     lines = text.split("\n")
     asked = [i for i, line in enumerate(lines) if len(line.strip()) >= least_chars]
     if not asked:

@@ -29,7 +29,7 @@ def line_ranges(c: Context) -> int:
 
 
 def count_lines(index: int, settings: SimpleNamespace, folder: Path, *, records: Path, num: int) -> Mapping[str, Any]:
-    """Write how many records of the shard each line is in, over `num` ranges."""
+    """Count lines to find repeated ones: write how many records of the shard each is in, over `num` ranges."""
     repair = settings.repair
     found: list[np.ndarray] = []
     for _, batch in batches(records / "records.parquet", ("text", "domain")):
@@ -44,7 +44,8 @@ def count_lines(index: int, settings: SimpleNamespace, folder: Path, *, records:
 
 
 def common_lines(index: int, settings: SimpleNamespace, folder: Path, *, lines: Sequence[Path]) -> Mapping[str, Any]:
-    """Write the sorted hashes of the lines of range `index` that are in enough records of all shards."""
+    """Common lines, repeated across records: write the sorted hashes of those of range `index` that are in enough
+    records of all shards."""
     rows = _summed([read_range([shard / "lines" for shard in lines], index, ROW)])
     common = rows["key"][rows["count"] >= settings.repair.repeated_lines]
     np.save(folder / "common.npy", common)
@@ -58,7 +59,7 @@ def _counted(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 def _summed(found: list[np.ndarray]) -> np.ndarray:
-    """The rows with one per key, counts added, sorted by key."""
+    """Summed counts of repeated lines: the rows with one per key, counts added, sorted by key."""
     rows = np.concatenate([np.zeros(0, ROW), *found])
     keys, inverse = np.unique(rows["key"], return_inverse=True)
     counts = np.bincount(inverse, rows["count"], minlength=len(keys))

@@ -46,7 +46,7 @@ class ActiveRule:
 
 
 def thresholds(rules: RulesSection) -> list[ActiveRule]:
-    """The text rules that are on with their thresholds, in the order of the settings."""
+    """Thresholds of the text rules that are on, in the order of the settings."""
     found = []
     for name, value in rules:
         kind, _, measure = name.partition("_")
@@ -68,7 +68,8 @@ class ThresholdFilter(RecordFilter):
         """Of each measure that was taken, int64 [bins], by domain and measure."""
 
     def judge(self, record: Record) -> DropReason | None:
-        """The reason to drop a record, or None: see `RecordFilter`. Each measure is taken that any rule looks at."""
+        """The rule's judgement by thresholds: the reason to drop a record, or None: see `RecordFilter`. Each measure is
+        taken that any rule looks at."""
         text = Measured(record.text)
         broken: DropReason | None = None
         values: dict[str, float] = {}
@@ -96,7 +97,7 @@ class LanguageFilter(RecordFilter):
         """The language of the record that was judged last."""
 
     def judge(self, record: Record) -> DropReason | None:
-        """The reason to drop a record, or None: see `RecordFilter`."""
+        """The rule's judgement by language: the reason to drop a record, or None: see `RecordFilter`."""
         self.found, score = self._find(record.text)
         least = self._rules.min_language_score
         if self.found not in self._rules.languages:
@@ -105,7 +106,8 @@ class LanguageFilter(RecordFilter):
 
 
 def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records: Path) -> Mapping[str, Any]:
-    """Judge the records of a shard; writes `kept.parquet`, `rejects.parquet` and `histograms.json` into `folder`."""
+    """Apply the rules: judge the records of a shard; writes `kept.parquet`, `rejects.parquet` and `histograms.json`
+    into `folder`."""
     rules = settings.rules
     measured = ThresholdFilter(rules)
     spoken = LanguageFilter(rules) if rules.languages else None
@@ -136,7 +138,7 @@ def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records:
 
 
 def _identity(row: Mapping[str, Any], data: bytes) -> bytes:
-    """The identity of a record: the text, and of a medium what its facts say of its content."""
+    """The identity of a record for the rules: the text, and of a medium what its facts say of its content."""
     return data if row["modality"] == "text" else f"{row['modality']}\0{row['facts']}\0".encode() + data
 
 
@@ -147,7 +149,7 @@ def _bin(measure: str, value: float) -> int:
 
 
 def bin_starts(measure: str) -> list[float]:
-    """Where each bin of a measure's histogram begins; the last one is open.
+    """For the rules' page, where each bin of a measure's histogram begins; the last one is open.
 
     Example:
         >>> bin_starts("words")[:5], bin_starts("short_lines")[:3]
@@ -160,7 +162,7 @@ def bin_starts(measure: str) -> list[float]:
 
 
 def find_languages() -> Language:
-    """Finds languages with py3langid.
+    """Finds languages for the rules with py3langid.
 
     Raises:
         ConfigError: it is not installed.

@@ -40,21 +40,21 @@ class Measured:
 
     @cached_property
     def different(self) -> dict[str, int]:
-        """Each different word and its number, in the order in which they first occur."""
+        """Measure of words: each different one and its number, in the order in which they first occur."""
         return {word: number for number, word in enumerate(dict.fromkeys(self.words))}
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Characters of the first 0, 1, ... words together, int64 [words + 1]."""
+        """Measure of characters: of the first 0, 1, ... words together, int64 [words + 1]."""
         return np.cumsum(np.fromiter(map(len, ("", *self.words)), np.int64, len(self.words) + 1))
 
     def per_word(self, of: Callable[[str], bool]) -> int:
-        """How many words have a property of the word alone."""
+        """Measure per word: how many words have a property of the word alone."""
         has = np.fromiter(map(of, self.different), bool, len(self.different))
         return int(has[self._numbers].sum())
 
     def runs(self, n: int) -> np.ndarray:
-        """Hash of each run of `n` words, uint64 [words - n + 1]; none where there are fewer words."""
+        """Measure of runs: hash of each run of `n` words, uint64 [words - n + 1]; none where there are fewer words."""
         if n > len(self.words):
             return np.zeros(0, np.uint64)
         if n not in self._runs:
@@ -75,7 +75,7 @@ class Measured:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines that are not blank, without the blanks at their ends."""
+        """Measure of lines: those that are not blank, without the blanks at their ends."""
         return [line for line in map(str.strip, self.text.split("\n")) if line]
 
     @cached_property
@@ -117,7 +117,7 @@ def _stop_words(m: Measured) -> float:
 
 
 def _repeated_parts(parts: Sequence[str]) -> tuple[float, int]:
-    """(share of the parts that occurred before, characters of these)."""
+    """Measure of repeated parts: (share of the parts that occurred before, characters of these)."""
     seen: set[str] = set()
     num, chars = 0, 0
     for part in parts:
@@ -145,8 +145,8 @@ def _duplicate_paragraph_chars(m: Measured) -> float:
 
 
 def _top_gram_chars(m: Measured, n: int) -> float:
-    """Share of the words' characters that is in the most frequent run of `n` words, the first such; 0 where none
-    occurs twice."""
+    """Measure of the top gram: share of the words' characters that is in the most frequent run of `n` words, the first
+    such; 0 where none occurs twice."""
     runs = m.runs(n)
     in_order = np.sort(runs)
     same = in_order[1:] == in_order[:-1]
@@ -160,7 +160,8 @@ def _top_gram_chars(m: Measured, n: int) -> float:
 
 
 def _duplicate_gram_chars(m: Measured, n: int) -> float:
-    """Share of the words' characters in runs of `n` words that occurred before; no character counts twice."""
+    """Measure of duplicate grams: share of the words' characters in runs of `n` words that occurred before; no
+    character counts twice."""
     runs = m.runs(n)
     in_order = np.sort(runs)
     twice = in_order[1:][in_order[1:] == in_order[:-1]]
@@ -180,7 +181,7 @@ def _duplicate_gram_chars(m: Measured, n: int) -> float:
 
 
 def _is_in(values: np.ndarray, some: np.ndarray) -> np.ndarray:
-    """Which of `values` are in the sorted array `some`, which has one at least."""
+    """Which of `values` are in the sorted array `some` of a text's measure, which has one at least."""
     return some[np.minimum(np.searchsorted(some, values), len(some) - 1)] == values
 
 

@@ -51,14 +51,14 @@ class OwnFilter:
     files: tuple[tuple[str, str, str], ...]
 
     def identity(self) -> object:
-        """JSON that says what the filter does; not where on this machine it lies."""
+        """Identity of a user's filter: JSON that says what it does; not where on this machine it lies."""
         files = {name: digest for name, _, digest in self.files}
         return [self.name, self.use.rpartition(":")[2], self.digest, made(self).version, self.settings, files]
 
 
 @lru_cache(maxsize=32)
 def made(one: OwnFilter) -> RecordFilter:
-    """The filter itself, once per process: its constructor may read a large file.
+    """The user's filter itself, made once per process: its constructor may read a large file.
 
     Raises:
         ConfigError: the class cannot be imported, takes other arguments, or refuses these.
@@ -79,7 +79,7 @@ def made(one: OwnFilter) -> RecordFilter:
 
 
 def own_filters(section: FiltersSection) -> list[OwnFilter]:
-    """The filters that a data.toml names, in their order.
+    """The user's filters that a data.toml names, in their order.
 
     Raises:
         ConfigError: one cannot be imported, is no `RecordFilter`, or does not take its settings.
@@ -106,7 +106,7 @@ def own_filters(section: FiltersSection) -> list[OwnFilter]:
 
 
 def _source_of(name: str, use: str) -> Path:
-    """The file that holds the class."""
+    """The source file that holds the class of a user's filter."""
     module = use.rpartition(":")[0]
     if module.endswith(".py"):
         if not Path(module).is_file():
@@ -123,7 +123,8 @@ def _source_of(name: str, use: str) -> Path:
 
 @lru_cache(maxsize=64)
 def _class(name: str, use: str, digest: str) -> type[RecordFilter]:
-    """The class, of a text with this digest: a process that lives on may see the file change between builds."""
+    """The class of a user's filter, of a text with this digest: a process that lives on may see the file change between
+    builds."""
     path = _source_of(name, use)
     if hash_file(path) != digest:
         raise DataError(
@@ -149,13 +150,14 @@ class _TextLoader(SourceFileLoader):
     """Reads no compiled file beside the text: Python knows their texts by size and second."""
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        """The times of a file: none are known, so importlib compiles it."""
+        """The times of a user's filter's file: none are known, so importlib compiles it."""
         raise OSError(f"{path} is compiled each time")
 
 
 @lru_cache(maxsize=64)
 def _loaded(module: str, path: Path, digest: str) -> ModuleType:
-    """The module in `path`, once for each text, since filters may share its classes. Its globals are of that text."""
+    """The module of a user's filter in `path`, once for each text, since filters may share its classes. Its globals are
+    of that text."""
     is_file = module.endswith(".py")
     spec = spec_from_file_location(f"{path.stem}_{digest}", path) if is_file else find_spec(module)
     assert spec is not None
@@ -204,7 +206,8 @@ class OwnFilters(StageInput):
 def apply_own(
     index: int, settings: SimpleNamespace, folder: Path, *, records: Path, kept: Path, filters: Sequence[OwnFilter]
 ) -> Mapping[str, Any]:
-    """Judge the records of a shard that stay so far; writes `kept.parquet` and `rejects.parquet` into `folder`."""
+    """Apply the user's filters: judge the records of a shard that stay so far; writes `kept.parquet` and
+    `rejects.parquet` into `folder`."""
     judges = [(one.name, made(one)) for one in filters]
     num_bytes = failed = 0
     with (
@@ -230,8 +233,8 @@ def apply_own(
 
 
 def _check_files(filters: Sequence[OwnFilter]) -> None:
-    """Raise an error where a file has other content than when the build began. After the records: a filter may read
-    its files at any of them, and the unit is kept under the digests of the beginning."""
+    """Check files of a user's filter: raise an error where one has other content than when the build began. After the
+    records: a filter may read its files at any of them, and the unit is kept under the digests of the beginning."""
     for one in filters:
         for key, path, digest in one.files:
             if not Path(path).is_file() or hash_file(Path(path)) != digest:

@@ -55,7 +55,8 @@ def windows(data: bytes, sizes: list[int], num: int, overlap: float) -> list[Win
 
 
 def _joint(data: bytes, ends: list[int], first: int, last: int) -> int:
-    """The stop in [first, last] at the strongest joint of the text, of equal ones the last."""
+    """The joint at which windows are cut: the stop in [first, last] at the strongest one of the text, of equal ones the
+    last."""
     best, rank = last, _NONE
     for stop in range(last, first - 1, -1):
         found = _rank(data, ends[stop - 1])
@@ -67,7 +68,8 @@ def _joint(data: bytes, ends: list[int], first: int, last: int) -> int:
 
 
 def _context(data: bytes, ends: list[int], first: int, last: int) -> int:
-    """Where context begins: the first line or sentence in the first half of [first, last], else `first`."""
+    """Context of a window: where it begins: the first line or sentence in the first half of [first, last], else
+    `first`."""
     for start in range(max(1, first), (first + last) // 2 + 1):
         if _rank(data, ends[start - 1]) > _NONE:
             return start
@@ -75,7 +77,7 @@ def _context(data: bytes, ends: list[int], first: int, last: int) -> int:
 
 
 def _rank(data: bytes, at: int) -> int:
-    """How strong a joint there is before byte `at`."""
+    """Rank of a joint for windows: how strong one there is before byte `at`."""
     before = data[max(0, at - 3) : at]
     if before.endswith(b"\n"):
         return _PARAGRAPH if before.endswith(b"\n\n") or data.startswith(_FUNCTIONS, at) else _LINE
