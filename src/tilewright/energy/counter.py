@@ -42,7 +42,7 @@ class Counter(Protocol):
     wraps_at: float | None
 
     def read(self, now: float) -> float:
-        """Joules.
+        """Read a counter in joules.
 
         Args:
             now: seconds of a clock that only goes forward.
@@ -69,7 +69,7 @@ class Tally:
     _in_a_row: int = field(default=0)
 
     def begin(self, now: float) -> None:
-        """The first reading. A counter that cannot be read is gone."""
+        """Begin with a counter: the first reading. One that cannot be read is gone."""
         self._at = self._moved_at = now
         try:
             self._last = self.counter.read(now)
@@ -77,7 +77,7 @@ class Tally:
             self.gone = _said(error)
 
     def advance(self, now: float) -> float:
-        """Joules since the reading before; 0 where that cannot be told.
+        """Advance a counter: joules since the reading before; 0 where that cannot be told.
 
         Args:
             now: seconds, later than at the reading before.
@@ -116,7 +116,7 @@ class Tally:
 
 
 def _between(before: float, after: float, wraps_at: float | None) -> float | None:
-    """Joules from one reading to the next; None: the counter does not wrap, and went back.
+    """Joules between two readings of a counter; None: it does not wrap, and went back.
 
     Example:
         >>> _between(10.0, 12.5, None), _between(262_000.0, 56.0, 262_144.0), _between(10.0, 1.0, None)

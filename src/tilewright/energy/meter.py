@@ -40,11 +40,11 @@ class EnergyUse:
 
     @property
     def total_j(self) -> float:
-        """Joules of all phases."""
+        """Metered joules of all phases."""
         return sum(self.joules.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The energy in JSON types; without joules where nothing is counted."""
+        """The metered energy in JSON types; without joules where nothing is counted."""
         return {
             "joules": {phase: round(value, 6) for phase, value in self.joules.items()} if self.parts else {},
             "seconds": {phase: round(value, 6) for phase, value in self.seconds.items()},
@@ -53,12 +53,13 @@ class EnergyUse:
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> "EnergyUse":
-        """Read from the result of `to_json`."""
+        """Metered energy from the result of `to_json`."""
         parts = {part["name"]: {key: part[key] for key in part if key != "name"} for part in table["parts"]}
         return cls(_sum(table["joules"], {}), _sum(table["seconds"], {}), parts)
 
     def plus(self, other: "EnergyUse") -> "EnergyUse":
-        """The sum of the energy of two machines, or of two processes one after the other. A part of both is one."""
+        """The sum of the metered energy of two machines, or of two processes one after the other. A part of both is
+        one."""
         parts = {name: dict(part) for name, part in self.parts.items()}
         for name, part in other.parts.items():
             before = parts.get(name)
@@ -116,16 +117,16 @@ class EnergyMeter:
 
     @property
     def parts(self) -> list[MeteredPart]:
-        """Names of the counted parts of the machine."""
+        """Names of the parts of the machine that the energy meter counts."""
         return [tally.counter.part for tally in self._tallies]
 
     @property
     def reads(self) -> bool:
-        """True while at least one counter is counted."""
+        """True while at least one counter of the energy meter is counted."""
         return any(not tally.gone for tally in self._tallies)
 
     def at(self, phase: str) -> None:
-        """Another phase begins."""
+        """The energy meter at another phase, which begins."""
         with self._lock:
             now = self._clock()
             self._pass_time(now)
@@ -134,7 +135,7 @@ class EnergyMeter:
             self._phase = phase
 
     def use(self) -> EnergyUse:
-        """Totals counted up to now by this meter."""
+        """Use of energy: totals counted up to now by this meter."""
         with self._lock:
             now = self._clock()
             self._pass_time(now)
@@ -153,7 +154,8 @@ class EnergyMeter:
         self._phase_at = now
 
     def _read(self, now: float) -> None:
-        """Add what was counted since the last reading to the phases that there were, by their seconds."""
+        """Read the energy meter: add what was counted since the last reading to the phases that there were, by their
+        seconds."""
         joules = 0.0
         for tally in self._tallies:
             counted = tally.advance(now)
@@ -169,7 +171,8 @@ class EnergyMeter:
         self._since, self._read_at = _no_sums(), now
 
     def _shares(self) -> dict[str, float]:
-        """Seconds of each phase since the last reading; what steps waited for data is apart."""
+        """Shares of metered energy: seconds of each phase since the last reading; what steps waited for data is
+        apart."""
         shares = dict(self._since)
         waited, before = self._waited(), self._waited_s
         self._waited_s = waited
@@ -182,7 +185,8 @@ class EnergyMeter:
 def idle_watts(
     counters: Sequence[Counter], seconds: float, sleep: Callable[[float], None] = time.sleep
 ) -> float | None:
-    """Power of the parts while this process does nothing for so long; None where no counter says it.
+    """Idle power by the meter, in watts: of the parts while this process does nothing for so long; None where no
+    counter says it.
 
     Args:
         counters: of this machine.

@@ -61,7 +61,7 @@ class Nvml:
 
     @classmethod
     def open(cls) -> "Nvml | None":
-        """The GPUs, None where there is no driver or it does not start."""
+        """Open NVML: the GPUs, None where there is no driver or it does not start."""
         try:
             library = cast(NvmlLibrary, ctypes.CDLL(_LIBRARY))  # its functions are found by name
         except OSError:
@@ -69,11 +69,13 @@ class Nvml:
         return cls(library) if library.nvmlInit_v2() == 0 else None
 
     def sample(self) -> list[dict[str, Any]]:
-        """Name, share of time with a kernel in percent, and memory in bytes of each GPU; None: not known."""
+        """Sample NVML: name, share of time with a kernel in percent, and memory in bytes of each GPU; None: not
+        known."""
         return [{"name": name, **self._load(handle)} for handle, name in self._devices]
 
     def counters(self, uuids: Collection[str]) -> tuple[Counter, ...]:
-        """Counters of GPUs: their own where they have one (since Volta), else of their power as it is sampled.
+        """NVML's energy counters of GPUs: their own where they have one (since Volta), else of their power as it is
+        sampled.
 
         Args:
             uuids: of those that are meant, with or without `GPU-`.
@@ -123,7 +125,7 @@ class _EnergyCounter:
         self.part = MeteredPart(name, f"{name}: the GPU's board with its memory", "NVML's energy counter", board=True)
 
     def read(self, now: float) -> float:
-        """Read the counter: see `Counter.read`."""
+        """Read NVML's energy counter: see `Counter.read`."""
         millijoules = ctypes.c_ulonglong()
         code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(millijoules))
         if code != 0:
@@ -148,7 +150,7 @@ class _PowerCounter:
         self.part = MeteredPart(self.name, covers, "NVML's power, sampled", sampled=True, board=True)
 
     def read(self, now: float) -> float:
-        """Read the counter: see `Counter.read`."""
+        """Read NVML's power as a counter: see `Counter.read`."""
         milliwatts = ctypes.c_uint()
         code = self.library.nvmlDeviceGetPowerUsage(self.handle, ctypes.byref(milliwatts))
         if code != 0:

@@ -39,7 +39,7 @@ class FileCounter:
     wraps_at: float | None = None
 
     def read(self, now: float) -> float:
-        """Read the counter: see `Counter.read`."""
+        """Read a processor's counter from a file: see `Counter.read`."""
         text = self.path.read_text(encoding="ascii", errors="replace")
         try:
             return int(text) * _MICRO
@@ -57,7 +57,7 @@ class PerfCounter:
     wraps_at: float | None = field(default=None, init=False)
 
     def read(self, now: float) -> float:
-        """Read the counter: see `Counter.read`."""
+        """Read a processor's counter of perf: see `Counter.read`."""
         held = os.read(self.file, 8)
         if len(held) != 8:
             raise OSError("perf gives no count")
@@ -135,7 +135,7 @@ def _perf(root: Path, open_event: OpenEvent) -> FoundCounters:
 
 
 def _hwmon(root: Path) -> FoundCounters:
-    """Sockets of AMD's driver; other drivers do not say what they measure."""
+    """Processors' sockets by hwmon, of AMD's driver; other drivers do not say what they measure."""
     found, reasons = [], []
     for label in sorted((root / "sys/class/hwmon").glob("hwmon*/energy*_label")):
         text = _text(label)
@@ -173,7 +173,7 @@ def _covers(owner: str) -> str:
 
 
 def _unreadable(counter: FileCounter) -> str:
-    """Why a counter cannot be read; empty where it can."""
+    """Why a processor's counter cannot be read; empty where it can."""
     try:
         counter.read(0.0)
     except PermissionError:
@@ -184,12 +184,12 @@ def _unreadable(counter: FileCounter) -> str:
 
 
 def _once(reasons: Sequence[str], otherwise: str = "") -> tuple[str, ...]:
-    """Each reason once; where there is none, the other one."""
+    """Each reason once why processors are not counted; where there is none, the other one."""
     return tuple(dict.fromkeys(reasons)) or ((otherwise,) if otherwise else ())
 
 
 def _text(path: Path) -> str:
-    """Of a small file; empty where there is none."""
+    """Text of a small file of a processor's counters; empty where there is none."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -81,7 +81,7 @@ ENERGY = TypeAdapter(EnergyRecord)
 
 
 def joules_of(record: EnergyRecord | dict[str, Any]) -> float | None:
-    """Joules of a run: counted, else estimated, else None.
+    """Joules in the energy record of a run: counted, else estimated, else None.
 
     Example:
         >>> joules_of({"state": "estimated", "total_j": 0.0, "estimate": {"watts": 65.0, "joules": 650.0}})
@@ -93,7 +93,7 @@ def joules_of(record: EnergyRecord | dict[str, Any]) -> float | None:
 
 
 def grams_of(record: EnergyRecord | dict[str, Any]) -> float | None:
-    """Grams of CO2 equivalent at the intensity that the recipe gives; None without one.
+    """Grams of CO2 equivalent in the energy record, at the intensity that the recipe gives; None without one.
 
     Example:
         >>> record = {"state": "measured", "total_j": 3.6e6, "estimate": None}
@@ -107,7 +107,7 @@ def grams_of(record: EnergyRecord | dict[str, Any]) -> float | None:
 
 
 def planned_in_words(record: EnergyRecord | dict[str, Any]) -> str:
-    """The planned energy beside the energy that the run took; empty where none was planned.
+    """The planned energy beside the recorded energy that the run took; empty where none was planned.
 
     Example:
         >>> planned = {"joules": 5000.0, "boards": False, "assumed": "1 x 65 W per machine, for all of 1m17s"}
@@ -130,7 +130,7 @@ def planned_in_words(record: EnergyRecord | dict[str, Any]) -> str:
 
 
 def in_words(record: EnergyRecord | dict[str, Any]) -> str:
-    """The whole of a run in a sentence: joules, of a token and of a FLOP, with what they are of."""
+    """The energy record of a run in a sentence: joules, of a token and of a FLOP, with what they are of."""
     joules = joules_of(record)
     if joules is None:
         return f"energy unavailable: {'; '.join(record['reasons'])}"

@@ -44,7 +44,7 @@ def build_model(
     kernels: Kernels | None = None,
     device: torch.device | str = "meta",
 ) -> Model:
-    """The model that the section asks for.
+    """Build the model that the section asks for.
 
     Args:
         section: the recipe's `[model]`.
@@ -86,13 +86,13 @@ def _build_decoder(
 def decoder_shapes(
     config: DecoderConfig, kernels: Kernels, task: str = "causal_lm", numbers: Sequence[int] | None = None
 ) -> Decoder:
-    """A decoder without memory, on the meta device; `numbers` as `Decoder` takes them."""
+    """Build a decoder's shapes, without memory, on the meta device; `numbers` as `Decoder` takes them."""
     with shapes_only():
         return Decoder(config, kernels, numbers)
 
 
 def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
-    """The decoder's shape: from the folder at `section.path` where there is one, else from the section.
+    """To build a decoder, its shape: from the folder at `section.path` where there is one, else from the section.
 
     Raises:
         ConfigError: the folder's vocabulary is smaller than the tokenizer's, or values do not fit together.
@@ -108,13 +108,14 @@ def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
 
 
 def in_folder(section: ModelSection) -> ModelSection:
-    """The section with the folder of a model that it names by its repository."""
+    """The section of a model to build with the folder that it names by its repository."""
     folder = local_folder(section.path)
     return section if folder == section.path else section.model_copy(update={"path": folder})
 
 
 def kind_of(folder: str) -> str:
-    """`decoder` where the folder has a layout that tilewright's decoder reads, which trains faster; else `hf`.
+    """The kind of model to build: `decoder` where the folder has a layout that tilewright's decoder reads, which trains
+    faster; else `hf`.
 
     Raises:
         CheckpointError: no folder, or no config.json in it.
@@ -128,7 +129,8 @@ def kind_of(folder: str) -> str:
 
 
 def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:
-    """Raise ConfigError where the tokenizer makes ids that the model has no embedding for."""
+    """Check the vocabulary of a model to build: raise ConfigError where the tokenizer makes ids that it has no
+    embedding for."""
     if tokenizer_vocab > model_vocab:
         raise ConfigError(
             "Tokenizer has more tokens than the model",
@@ -140,7 +142,8 @@ def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:
 
 
 def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> None:
-    """Raise ConfigError where rows of the data would not fit the folder's model; nothing of its weights is read.
+    """Check data before a model is built: raise ConfigError where rows would not fit the folder's model; nothing of its
+    weights is read.
 
     Args:
         section: the recipe's `[model]`.
@@ -170,7 +173,8 @@ def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> N
 
 
 def longest_text(section: ModelSection, at_least: int) -> int | None:
-    """Most positions that a text of the folder's model may have, where a table of them has fewer than `at_least`.
+    """Longest text of a folder's model to build: most positions that one may have, where a table of them has fewer than
+    `at_least`.
 
     Args:
         section: the recipe's `[model]`.
@@ -181,23 +185,24 @@ def longest_text(section: ModelSection, at_least: int) -> int | None:
 
 
 def materialize(model: Any, device: torch.device | str) -> None:
-    """Give a meta decoder real, uninitialised memory on `device`, in place."""
+    """Materialise a built meta decoder: give it real, uninitialised memory on `device`, in place."""
     model.to_empty(device=device)
     model.tie_weights()
 
 
 def init_weights(model: Model, seed: int) -> None:
-    """Random initial weights, a pure function of seed and parameter names. Overwrites what is there."""
+    """Random initial weights of a built model, a pure function of seed and parameter names. Overwrites what is
+    there."""
     spec_of(model.architecture).init(model, seed)
 
 
 def random_values(model: Model, seed: int) -> InitialValues:
-    """Random initial weights as `init_weights` gives them, in pieces. The model may be on the meta device."""
+    """Random initial weights of a built model as `init_weights` gives them, in pieces. It may be on the meta device."""
     return spec_of(model.architecture).random_values(model, seed)
 
 
 def stored_values(model: Model, folder: Path | str) -> InitialValues:
-    """The weights of a Hugging Face folder, in pieces. The model may be on the meta device.
+    """The weights of a Hugging Face folder for a built model, in pieces. It may be on the meta device.
 
     Raises:
         CheckpointError: the folder is not whole, or not of this model.
@@ -206,7 +211,7 @@ def stored_values(model: Model, folder: Path | str) -> InitialValues:
 
 
 def layered(model: Model) -> LayerwiseModel:
-    """The model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
+    """Build a model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
     return spec_of(model.architecture).layered(model)
 
 
@@ -224,7 +229,8 @@ def _build_hf(
 
 
 def untrained_notes(section: ModelSection) -> list[str]:
-    """The parts of the folder's architecture that the task does not train, in words; empty where it trains all."""
+    """Notes on a built model: the parts of the folder's architecture that the task does not train, in words; empty
+    where it trains all."""
     text = section.task != "image_classification"
     net, whole = hf_shapes(section.path, section.task), whole_architecture(section.path, section.task)
     parts, share = untrained_parts(net, whole, text=text)
@@ -261,8 +267,8 @@ def _hf_config(config: Any, dtype_name: str) -> dict[str, Any]:
 
 
 def decoder_like(name: str, block: Callable[..., nn.Module], **answers: Any) -> ModelSpec:
-    """An architecture of tilewright's decoder with another layer. It has no folder and no exported graph of its own
-    unless `answers` give them; formulas are those of `Block` unless they do.
+    """Build an architecture of tilewright's decoder with another layer. It has no folder and no exported graph of its
+    own unless `answers` give them; formulas are those of `Block` unless they do.
 
     Args:
         name: that no architecture has.
@@ -305,8 +311,8 @@ ARCHITECTURES = (DECODER, HF)
 
 
 def spec_of(architecture: str | ModelSpec) -> ModelSpec:
-    """The answers of an architecture: of `model.kind`, or of `Model.architecture`. One that is named by its path,
-    package.module:NAME, is imported.
+    """The spec of an architecture to build: answers of `model.kind`, or of `Model.architecture`. One that is named by
+    its path, package.module:NAME, is imported.
 
     Raises:
         ConfigError: nothing is there, or something else.
@@ -342,8 +348,9 @@ def _no_architecture(path: str, reason: str) -> ConfigError:
 
 
 def with_architecture(loaded: Loaded, spec: ModelSpec) -> Loaded:
-    """A recipe that trains an architecture of the caller's own, for `training.session.train` and the planner. Its
-    run.toml has the name, which no other process knows; `model.kind` may be its import path instead."""
+    """Build with an architecture: a recipe that trains an architecture of the caller's own, for
+    `training.session.train` and the planner. Its run.toml has the name, which no other process knows; `model.kind` may
+    be its import path instead."""
     recipe = loaded.recipe
     return replace(loaded, recipe=recipe.model_copy(update={"model": recipe.model.model_copy(update={"kind": spec})}))
 
@@ -365,6 +372,6 @@ class _NoInit(TorchFunctionMode):
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """New tensors inside have a shape and a dtype, and no bytes."""
+    """Build shapes only: new tensors inside have a shape and a dtype, and no bytes."""
     with torch.device("meta"), _NoInit():
         yield

@@ -48,11 +48,11 @@ class RowBytes:
     layers: tuple[tuple[float, float], ...]
 
     def of(self, positions: int) -> float:
-        """Bytes of so many positions."""
+        """Bytes of a row that is continued, of so many positions."""
         return self.fixed + sum(each * min(positions, most) for each, most in self.layers)
 
     def most_positions(self, num_bytes: float) -> int | None:
-        """Positions for which so many bytes are enough; None: any number of them."""
+        """Most positions of a continued row for which so many bytes are enough; None: any number of them."""
         left, length = num_bytes - self.fixed, 0.0
         for end in sorted({most for _, most in self.layers}):
             slope = sum(each for each, most in self.layers if most >= end)
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def in_prompt(self) -> bool:
-        """True if a part of its prompt has not run."""
+        """True if a part of a continued row's prompt has not run."""
         return self.num_run < len(self.ids)
 
 
@@ -104,7 +104,7 @@ class RowBatch:
         self._model, self._device, self.width, self.chunk = model, device, width, chunk
 
     def begin(self, ids: Sequence[int], num_new: int) -> Row:
-        """A row with a prompt.
+        """Begin to continue a row with a prompt.
 
         Args:
             ids: at least one.
@@ -114,7 +114,7 @@ class RowBatch:
             return Row(ids, self._model.new_cache(1, len(ids) + num_new))
 
     def prefill(self, row: Row) -> Tensor | None:
-        """Run the next chunk of a prompt. FP32 [V] on the CPU at its end, else None."""
+        """Prefill a continued row: run the next chunk of its prompt. FP32 [V] on the CPU at its end, else None."""
         whole = row.cache is None
         chunk = row.ids[0 if whole else row.num_run :]
         with inference(self._model):
@@ -125,7 +125,8 @@ class RowBatch:
         return None if row.in_prompt else logits_BV[0].cpu()
 
     def step(self, rows: Sequence[Row], tokens: Sequence[int], *, filled: bool = True) -> Tensor:
-        """Append a token to each row, whose prompts have run. FP32 logits [B, V] on the CPU of what follows.
+        """Step continued rows: append a token to each, whose prompts have run. FP32 logits [B, V] on the CPU of what
+        follows.
 
         Args:
             rows: at least one.
@@ -149,7 +150,7 @@ class RowBatch:
         return logits_BV[: len(rows)].cpu()
 
     def row_bytes(self) -> RowBytes:
-        """Bytes of a row's cache; none of a model that keeps none. Two short prompts are run."""
+        """Bytes of a continued row's cache; none of a model that keeps none. Two short prompts are run."""
         short, long = _LENGTHS
         fixed, layers = 0.0, []
         for (before, most), (after, _) in zip(*(self._growth(length) for length in _LENGTHS), strict=True):

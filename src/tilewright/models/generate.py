@@ -29,7 +29,7 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Tensor:
-    """Rows of token ids, continued.
+    """Generate: rows of token ids, continued.
 
     Args:
         model: a causal language model, on the device of `input_ids_BS`.
@@ -76,7 +76,8 @@ def stream(
     stop_ids: Collection[int] = (),
     seed: int | None = None,
 ) -> Iterator[int]:
-    """The new tokens of one row, each as soon as it is drawn. Whoever stops to ask for them stops the model.
+    """Generate as a stream: the new tokens of one row, each as soon as it is drawn. Whoever stops to ask for them stops
+    the model.
 
     Between two tokens the model is in the mode that it was in, and may be used by others.
 
@@ -129,8 +130,8 @@ def continue_rows(
     is_done: Callable[[int, list[int]], bool],
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """The new tokens of rows of different lengths. Rows are not padded: a longer one is fed from its prompt while
-    shorter ones are already continued, so prompts of similar lengths belong together.
+    """Generate for rows of different lengths: their new tokens. Rows are not padded: a longer one is fed from its
+    prompt while shorter ones are already continued, so prompts of similar lengths belong together.
 
     Args:
         model: a causal language model, on the device of the prompts.
@@ -175,17 +176,17 @@ class _Steps:
         self._cache = model.new_cache(rows, length + num_tokens) if use_cache else None
 
     def logits(self) -> Tensor:
-        """FP32 [B, V] on the CPU."""
+        """Logits of the next token to generate, FP32 [B, V] on the CPU."""
         return self._model.next_token_logits(self._next_BS, self._cache).cpu()
 
     def append(self, next_B: Tensor) -> None:
-        """Take a new token of each row."""
+        """Append a generated token to each row."""
         new_B1 = next_B[:, None]
         self._next_BS = torch.cat((self._next_BS, new_B1), dim=1) if self._cache is None else new_B1
 
 
 def inference(model: Model) -> ExitStack:
-    """Inside, the model runs as for drawing: in evaluation mode, without gradients, nothing compiled."""
+    """Inside, the model generates: in evaluation mode, without gradients, nothing compiled."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(evaluation(model))

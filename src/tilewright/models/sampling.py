@@ -46,7 +46,7 @@ class Sampling:
             raise ValueError(f"min_p is from 0 to 1, not {self.min_p}")
 
     def draw(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """FP32 logits on the CPU -> int64 [B]."""
+        """Sample the next token: FP32 logits on the CPU -> int64 [B]."""
         if self.temperature < COLDEST:
             return logits_BV.argmax(-1)
         if self.min_p > 0:
@@ -61,7 +61,7 @@ class Sampling:
         return torch.multinomial(self._probs(logits_BV), 1, generator=generator)[:, 0]
 
     def _draw_nucleus(self, logits_BV: Tensor, generator: torch.Generator | None) -> Tensor:
-        """See: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020."""
+        """Sample from the nucleus. See: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020."""
         num_kept = min(self.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
         kept = logits_BV.topk(num_kept, dim=-1)  # sorted
         probs_BK = self._probs(kept.values)

@@ -26,29 +26,30 @@ class TeacherFolder:
 
     @property
     def model(self) -> ModelSection:
-        """The model to build."""
+        """The teacher's model to build."""
         if self.run is not None:
             return self.run.model
         return ModelSection(kind=kind_of(str(self.path)), path=str(self.path), weights="load")  # type: ignore[arg-type]
 
     @property
     def lora(self) -> LoraSection:
-        """The adapters of the teacher."""
+        """The adapters (LoRA) of the teacher."""
         return LoraSection() if self.run is None else self.run.lora
 
     def on_meta(self) -> Model:
-        """The model without its weights, and with one token."""
+        """The teacher without its weights, on meta, and with one token."""
         return build_model(self.model.model_copy(update={"weights": "random"}), 1, device="meta")
 
 
 def stream_width(model: Model) -> int:
-    """Numbers per position between layers of a language model, whose head may read fewer (as OPT's does)."""
+    """Width of a teacher's stream: numbers per position between layers of a language model, whose head may read fewer
+    (as OPT's does)."""
     config = model.config
     return config.dim if isinstance(config, DecoderConfig) else config.get_text_config().hidden_size
 
 
 def find_teacher(name: str) -> TeacherFolder:
-    """The teacher of that name.
+    """Find the teacher of that name.
 
     Args:
         name: a run folder or its name below `runs`, or a folder with a config.json.
@@ -85,7 +86,8 @@ READ = "read.json"
 
 
 def stream_of(recipe: Recipe) -> str:
-    """A hash of all that a recipe's rows and their order are a function of; "" where they depend on the run itself."""
+    """The stream that a teacher's rows are kept by: a hash of all that a recipe's rows and their order are a function
+    of; "" where they depend on the run itself."""
     if recipe.data.mixing.policy not in ("off", "static"):
         return ""
     data = recipe.data.model_dump_json(exclude={"cache_dir"})
@@ -94,7 +96,8 @@ def stream_of(recipe: Recipe) -> str:
 
 
 def all_rows_are_kept(recipe: Recipe) -> bool:
-    """True if `distill.cache` has each row of the recipe's steps: a run on the same stream read as many."""
+    """True if the teacher's rows are all kept: `distill.cache` has each row of the recipe's steps: a run on the same
+    stream read as many."""
     section, steps = recipe.distill, recipe.train.steps
     if not section.cache or not steps:
         return False
@@ -102,7 +105,7 @@ def all_rows_are_kept(recipe: Recipe) -> bool:
 
 
 def note_rows(folder: Path, stream: str, steps: int) -> None:
-    """Say that each row of so many steps of a stream is in a folder.
+    """Note a teacher's rows: say that each one of so many steps of a stream is in a folder.
 
     Raises:
         OSError: it cannot be written.
@@ -115,7 +118,7 @@ def note_rows(folder: Path, stream: str, steps: int) -> None:
 
 
 def _streams(folder: Path) -> dict[str, int]:
-    """Steps by stream; none of a file that is not there or damaged."""
+    """Streams of a teacher's kept rows: steps by each; none of a file that is not there or damaged."""
     try:
         found = json.loads((folder / READ).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

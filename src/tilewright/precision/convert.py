@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Kernels | None = None) -> ModuleT:
-    """Make a model compute as a policy says, in place, and return it.
+    """Convert a model to compute as a policy says, in place, and return it.
 
     Parameters, names and state_dict stay what they were, so optimizers and checkpoints keep working. What was
     changed, what was not and why is in `model.precision_report`, a `ConversionReport`; print it.
@@ -92,7 +92,8 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
 
 
 def explain(model: nn.Module, policy: Policy | str) -> Table:
-    """Formats that `convert` would give each part of a model, and why. Changes nothing; works on the meta device."""
+    """Explain the formats that `convert` would give each part of a model, and why. Changes nothing; works on the meta
+    device."""
     return decide_all(model, _placed(model, policy)).report.rows
 
 
@@ -123,8 +124,8 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are left alone.
-    What is trained for integers is rounded to them here too.
+    """Evaluate a converted model: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are
+    left alone. What is trained for integers is rounded to them here too.
 
     Matmuls that were moved to other formats at run time (`Float8Linear.set_gemms`) are in these again.
 
@@ -174,7 +175,8 @@ def _kernels_of(model: nn.Module) -> Kernels | None:
 
 
 def _store(plan: ConversionPlan) -> str:
-    """Give the parameters their storage format; a note on what changed. Norm statistics are FP32 always.
+    """Store parameters as converted: give them their storage format; a note on what changed. Norm statistics are FP32
+    always.
 
     Sharded parameters (FSDP2) keep theirs, which whoever gathers them relies on: layers cast what they read.
     """
@@ -193,8 +195,8 @@ def _store(plan: ConversionPlan) -> str:
 
 
 def _store_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Change the dtype of the same Parameter object, as an optimizer may hold it. Its gradient is FP32 always: in FP16
-    dividing by the loss scale would lose what the scale had saved."""
+    """Store a converted parameter: change the dtype of the same Parameter object, as an optimizer may hold it. Its
+    gradient is FP32 always: in FP16 dividing by the loss scale would lose what the scale had saved."""
     parameter.data = parameter.data.to(dtype)
     grad, parameter.grad = parameter.grad, None
     parameter.grad_dtype = torch.float32
@@ -269,7 +271,7 @@ def _set_gemms(module: Any, gemms: Gemms, policy: Policy) -> None:
 
 
 def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
-    """Formats of a module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format.
+    """Wrap a converted module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format.
 
     A norm returns its input's dtype. What another module returns may be the residual stream (embeddings with positions
     added) or a matmul; it is cast where the two have one format, and else left as it comes.
@@ -287,7 +289,8 @@ def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
 
 
 def _widens(policy: Policy, kernels: Kernels | None) -> bool:
-    """True where the CPU that the model runs on, of these kernels or this one, multiplies no operands of this mode."""
+    """To convert a model: true where the CPU that the model runs on, of these kernels or this one, multiplies no
+    operands of this mode."""
     dtype = SPECS[policy.activation].dtype
     if kernels is None:
         return widens(policy.device_type, dtype)
@@ -295,7 +298,8 @@ def _widens(policy: Policy, kernels: Kernels | None) -> bool:
 
 
 def _attention(policy: Policy, kernels: Kernels | None) -> str | None:
-    """The kernel in C++ that attention of this mode goes to; None where it is torch's, or asked to be."""
+    """The attention of a converted model: the kernel in C++ that this mode goes to; None where it is torch's, or asked
+    to be."""
     case = Case("cpu", torch.bfloat16)
     if policy.device_type != "cpu" or policy.activation != "bf16":
         return None
@@ -310,7 +314,8 @@ def _attention(policy: Policy, kernels: Kernels | None) -> str | None:
 def _surround(
     model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]], kernels: Kernels | None
 ) -> None:
-    """Autocast regions on every module through which a forward may enter, down to the repeated layers.
+    """Surround a converted model by autocast regions: on every module through which a forward may enter, down to the
+    repeated layers.
 
     Functions that run in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch
     restores autocast for it but not this. The modules of `module_kinds` have their formats already, and those whose
@@ -342,14 +347,15 @@ def _surround(
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """The parametrizations of a module's weights."""
+    """The parametrizations of a converted module's weights."""
     return module.get_submodule("parametrizations").modules()
 
 
 def _narrow_beside_routers(
     model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]]
 ) -> None:
-    """Experts with code of their own get their FP32 router's weights in the residual stream's format.
+    """Convert beside routers: experts with code of their own get their FP32 router's weights in the residual stream's
+    format.
 
     They add matmuls with these weights into tensors made in the format of their input.
     """

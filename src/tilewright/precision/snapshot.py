@@ -48,7 +48,7 @@ class ModuleSlots:
 
     @property
     def counts(self) -> list[Tensor]:
-        """The counts of what was executed."""
+        """Slots of a module's snapshot: the counts of what was executed."""
         found = [vars(module).get("counts") for module in self._counted]
         return [count for count in (*found, *self._counters) if count is not None]
 
@@ -79,7 +79,8 @@ class ModuleSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back: the same tensors with the same values, where a pass wrote into them or put others there."""
+        """Restore a module from its snapshot: the same tensors with the same values, where a pass wrote into them or
+        put others there."""
         for held, name, value in (*self._attributes, *self._buffers):
             held[name] = value
         for (_, _, buffer), value in zip(self._buffers, self._values, strict=True):
@@ -102,7 +103,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all of it back."""
+        """Restore all of a snapshot."""
         self.notes.restore()
         for count, value in self._counts:
             count.copy_(value)
@@ -112,7 +113,8 @@ class Snapshot:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients start empty; afterwards model, gradients and generators are what they were."""
+    """Snapshot around a pass: inside, gradients start empty; afterwards model, gradients and generators are what they
+    were."""
     before = Snapshot(ModuleSlots(model))
     grads = [(param, param.grad) for param in model.parameters()]
     for param, _ in grads:
@@ -126,7 +128,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def torch_states(device: torch.device | None = None) -> dict[str, Tensor]:
-    """States of torch's generators by device: the CPU's and that of `device`; None for all GPUs in use."""
+    """Snapshot of torch's generators by device: the CPU's and that of `device`; None for all GPUs in use."""
     gpus: list[int] = []
     if device is None and torch.cuda.is_initialized():
         gpus = list(range(torch.cuda.device_count()))
@@ -136,7 +138,7 @@ def torch_states(device: torch.device | None = None) -> dict[str, Tensor]:
 
 
 def set_torch_states(states: Mapping[str, Tensor]) -> None:
-    """Set torch's generators; states of GPUs that are not there are left out."""
+    """Set torch's generators from a snapshot; states of GPUs that are not there are left out."""
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)
@@ -145,7 +147,7 @@ def set_torch_states(states: Mapping[str, Tensor]) -> None:
 
 
 def host_states() -> dict[str, list[Any]]:
-    """States of Python's and numpy's generators."""
+    """Snapshot of the states of Python's and numpy's generators."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     return {
@@ -155,7 +157,7 @@ def host_states() -> dict[str, list[Any]]:
 
 
 def set_host_states(states: Mapping[str, list[Any]]) -> None:
-    """Set Python's and numpy's generators."""
+    """Set Python's and numpy's generators from a snapshot."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
@@ -164,7 +166,8 @@ def set_host_states(states: Mapping[str, list[Any]]) -> None:
 
 @contextmanager
 def drawing(states: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, torch draws from these states on; afterwards its generators are as they were. Nothing without states."""
+    """Inside, torch draws from a snapshot's states on; afterwards its generators are as they were. Nothing without
+    states."""
     before = {name: _state(name) for name in states}
     set_torch_states(states)
     try:

@@ -41,7 +41,8 @@ _OWN_ATTENTION, _OWN_PRODUCTS = ("_attention",), ("_gemm", "_fprop")
 
 
 def _policy(kept: Sequence[Any], endings: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """Keeps the outputs of these operations and of our own with these endings; the rest is computed again."""
+    """Policy of selective checkpointing: keeps the outputs of these operations and of our own with these endings; the
+    rest is computed again."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         own = op.namespace == "tilewright" and op._opname.endswith(endings)
@@ -62,20 +63,21 @@ compiled layers share their graph."""
 
 
 def checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:
-    """Arguments of torch's checkpoint function."""
+    """Options of checkpointing: arguments of torch's checkpoint function."""
     options: dict[str, Any] = {"use_reentrant": False}
     return options | {"context_fn": CONTEXTS[mode]} if mode in CONTEXTS else options
 
 
 @functools.cache
 def checkpoint_function(mode: ActivationCheckpoint) -> Callable[..., Any]:
-    """torch's with these arguments: one object for all layers of a mode, so that compiled ones share their graph."""
+    """torch's checkpoint function with these arguments: one object for all layers of a mode, so that compiled ones
+    share their graph."""
     return functools.partial(checkpoint, **checkpoint_options(mode))
 
 
 def silence_checkpoint_warning() -> None:
-    """Drop torch's advice, once a compiled layer keeps selected results, to have no in-place operation there: ours have
-    none, and its user could change nothing about it."""
+    """Silence a warning of checkpointing: drop torch's advice, once a compiled layer keeps selected results, to have no
+    in-place operation there: ours have none, and its user could change nothing about it."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)  # one object: added once
 
 
@@ -91,7 +93,7 @@ EXACT_INPUTS = (
 
 
 def check_modes(modes: Sequence[ActivationCheckpoint], num_layers: int) -> None:
-    """Refuse modes that there are not.
+    """Refuse checkpointing modes that there are not.
 
     Raises:
         ValueError: one of them, or their number, is wrong.
@@ -105,7 +107,7 @@ def check_modes(modes: Sequence[ActivationCheckpoint], num_layers: int) -> None:
 
 
 def common_mode(modes: Sequence[ActivationCheckpoint]) -> ActivationCheckpoint:
-    """The mode of all layers.
+    """The common checkpointing mode of all layers.
 
     Raises:
         ValueError: they differ.
@@ -120,7 +122,8 @@ def common_mode(modes: Sequence[ActivationCheckpoint]) -> ActivationCheckpoint:
 
 
 def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), keeping for backward what `mode` says. Random numbers (dropout) are the same ones again there.
+    """Run with checkpointing: function(*args), keeping for backward what `mode` says. Random numbers (dropout) are the
+    same ones again there.
 
     Inside a compiled layer the same call guides the compiler's own choice of what to save.
 
@@ -134,7 +137,8 @@ def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *
 
 
 def checkpoint_fp8_input(kernels: Kernels, function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """function(x, *args), keeping for backward x in E4M3 with a scale for each 1x128 tile, and nothing else.
+    """Checkpointing with an FP8 input: function(x, *args), keeping for backward x in E4M3 with a scale for each 1x128
+    tile, and nothing else.
 
     The forward pass computes with x itself. Backward computes `function` again with x as decoded: what is linear in x
     (the residual path) has its exact gradient, the rest one at a point about 3 % of each element away.
@@ -206,7 +210,7 @@ class Fp8Checkpoint:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), whose first argument is the layer's input [..., D]."""
+        """Checkpointing with an FP8 input: function(*args), whose first argument is the layer's input [..., D]."""
         if self.compiles:
             function = self._compile(function)
         if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
@@ -215,7 +219,8 @@ class Fp8Checkpoint:
         return checkpoint(function, *args, use_reentrant=False)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """transformers makes a new partial of the layer's forward at each call; the forward is what is compiled."""
+        """Compile under checkpointing: transformers makes a new partial of the layer's forward at each call; the
+        forward is what is compiled."""
         part = function if isinstance(function, functools.partial) else functools.partial(function)
         if part.func not in self._compiled:
             self._compiled[part.func] = torch.compile(part.func, options=layer_options(), **graph_limit())

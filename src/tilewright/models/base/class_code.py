@@ -17,7 +17,7 @@ _DEPTH = 3
 
 
 def called(kind: type[nn.Module]) -> frozenset[str]:
-    """Names in the forward of a class, and in the methods that it calls on itself.
+    """Names called in the code of a class: in its forward, and in the methods that it calls on itself.
 
     Example:
         >>> "linear" in called(nn.Linear), "topk" in called(nn.Linear)
@@ -27,7 +27,8 @@ def called(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def called_by_functions(kind: type[nn.Module]) -> frozenset[str]:
-    """Names in the functions that the forward of a class and its methods call, a few calls deep."""
+    """Names called by functions in the code of a class: those that its forward and its methods call, a few calls
+    deep."""
     found: set[FunctionType] = set()
     callers: Iterable[FunctionType] = methods(kind)
     for _ in range(_DEPTH):
@@ -43,7 +44,8 @@ def called_by_functions(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def recorded_as(what: str, kind: type[nn.Module]) -> bool:
-    """True if transformers records what a class of modules returns, by the tables of the models in its source file.
+    """By a class's code: true if transformers records what a class of modules returns, by the tables of the models in
+    its source file.
 
     Args:
         what: an entry of these tables, such as "router_logits".
@@ -61,7 +63,7 @@ def recorded_as(what: str, kind: type[nn.Module]) -> bool:
 
 
 def methods(kind: type[nn.Module]) -> set[FunctionType]:
-    """The forward of a class and the methods that it calls on itself, decorators taken off."""
+    """Methods in a class's code: the forward and those that it calls on itself, decorators taken off."""
     found: set[FunctionType] = set()
     ahead = [getattr(kind, "forward", None)]
     while ahead:
@@ -78,14 +80,14 @@ def _all_names(functions: Iterable[FunctionType]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> frozenset[str]:
-    """Names in a function's code, and in the code of the functions that it defines. The operator @ is a matmul."""
+    """Names in a function's code, and in that of the functions that it defines. The operator @ is a matmul."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     operators = {"matmul" for instruction in dis.get_instructions(code) if instruction.argrepr in ("@", "@=")}
     return frozenset(code.co_names).union(operators, *(_names(each) for each in inner))
 
 
 def _unwrapped(value: Any) -> FunctionType | None:
-    """The Python function behind decorators that keep it; None for anything else."""
+    """The Python function of a class's code behind decorators that keep it; None for anything else."""
     while hasattr(value, "__wrapped__"):
         value = value.__wrapped__
     return value if isinstance(value, FunctionType) else None

@@ -16,7 +16,7 @@ from tilewright.ops.kernels import Kernels
 
 
 def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
-    """Cross-entropy of softmax(head(x)), summed over labels other than -100.
+    """Loss of an output head: cross-entropy of softmax(head(x)), summed over labels other than -100.
 
     Of a head whose rows are cut over ranks (`parallel.inside.tensor`) each takes its own.
 
@@ -35,7 +35,8 @@ def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor)
 
 
 def head_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Input in the head's format and its weight, both as its forward would multiply them."""
+    """Operands of an output head: input in the head's format and its weight, both as its forward would multiply
+    them."""
     dtype: torch.dtype = getattr(head, "compute_dtype", x_ND.dtype)
     operands = getattr(head, "operands", None)  # of a converted head, which may round them
     x_ND, weight_VD = (x_ND, head.weight) if operands is None else operands(x_ND)
@@ -43,19 +44,19 @@ def head_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whole_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """`head_operands` with the rows of all ranks, where a head's are cut over them."""
+    """An output head's `head_operands` with the rows of all ranks, where a head's are cut over them."""
     part = getattr(head, "part", None)
     return head_operands(head, x_ND) if part is None else part.whole_operands(x_ND)
 
 
 def row_losses(kernels: Kernels, head: nn.Linear, x_BSD: Tensor, labels_BS: Tensor) -> list[Tensor]:
-    """`head_loss` of each row alone."""
+    """Loss of an output head by row: `head_loss` of each row alone."""
     return [head_loss(kernels, head, x_SD, labels_S)[0] for x_SD, labels_S in zip(x_BSD, labels_BS, strict=True)]
 
 
 def logits_loss(logits: Tensor, labels: Tensor) -> TokenLosses:
-    """Losses of logits [..., V] and labels [...], softmax in FP32; the loss of each [...]. Rows without a target are
-    left out: the others alone are copied to FP32, and logits that overflow there leave no trace."""
+    """Loss of an output head's logits [..., V] and labels [...], softmax in FP32; the loss of each [...]. Rows without
+    a target are left out: the others alone are copied to FP32, and logits that overflow there leave no trace."""
     check_labels(labels.reshape(-1), logits.shape[:-1].numel(), logits.shape[-1])
     wanted = labels != IGNORED_LABEL
     logits_NV, labels_N = logits[wanted], labels[wanted]

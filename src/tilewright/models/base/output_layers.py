@@ -13,7 +13,7 @@ from tilewright.models.base.own_weights import held_weight
 
 
 def find_heads(model: nn.Module) -> list[nn.Linear]:
-    """The output projections, in the model's order.
+    """Find the output layers (heads), in the model's order.
 
     A model that has `output_layers` says so itself, as one of which other ranks hold parts must: the structure of what
     is left would tell something else. In any other these are linear layers that share an embedding's weight. In a
@@ -52,7 +52,8 @@ def find_heads(model: nn.Module) -> list[nn.Linear]:
 
 
 def _outside_of_base(part: Any) -> Iterator[nn.Linear]:
-    """Linear layers beside the base model of a transformers model, as wide as its labels or words are many."""
+    """Output layers outside of the base model of a transformers model: linear ones as wide as its labels or words are
+    many."""
     base = getattr(part, part.base_model_prefix or "-", None)
     if not isinstance(base, nn.Module) or base is part:
         return
@@ -63,32 +64,35 @@ def _outside_of_base(part: Any) -> Iterator[nn.Linear]:
 
 
 def _output_widths(part: Any) -> set[int | None]:
-    """How many labels and words a transformers model has."""
+    """Output widths of a transformers model: how many labels and words it has."""
     return {getattr(part.config, "num_labels", None), getattr(part.config, "vocab_size", None)}
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, without those that parametrizations of a weight are made of."""
+    """The layers among which outputs are sought: a model's modules, without those that parametrizations of a weight are
+    made of."""
     lists = (module for module in model.modules() if isinstance(module, ParametrizationList))
     parts = {inner for found in lists for inner in found.modules()}
     return [module for module in model.modules() if module not in parts]
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    """Of its own, or computed from others."""
+    """True if a layer, perhaps an output one, has a matrix of its own, or computed from others."""
     own = list(module.parameters(recurse=False))
     computed = cast(nn.Module, module.parametrizations).parameters() if is_parametrized(module) else ()
     return any(param.ndim >= 2 for param in (*own, *computed))
 
 
 def _is_behind(modules: Iterable[nn.Module], last: nn.Linear, repeated: set[nn.Module]) -> bool:
-    """True if `last` comes behind repeated layers, is in none of them, and nothing multiplies after it."""
+    """True if `last` is an output layer: it comes behind repeated layers, is in none of them, and nothing multiplies
+    after it."""
     order = [module for module in modules if _has_matrix(module)]
     return order[-1] is last and last not in repeated and any(module in repeated for module in order)
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Two or more children with like weights, matrices among them."""
+    """True for a stack of layers, which no output is in: two or more children with like weights, matrices among
+    them."""
     if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
         return False
     shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in module}

@@ -34,7 +34,7 @@ _VIEWS = frozenset(
 
 
 def held_weight(module: nn.Module) -> Tensor | None:
-    """The weight that a layer holds, also as a buffer or codes; None where each forward computes it, as weight norms
+    """Held weight of a layer, its own, also as a buffer or codes; None where each forward computes it, as weight norms
     and torch's parametrizations do: reading that attribute would compute it, and may change what it is computed from.
 
     Example:
@@ -47,7 +47,7 @@ def held_weight(module: nn.Module) -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)
 def may_multiply(kind: type[nn.Module], parameter: str) -> bool:
-    """True if the code of a class may multiply matrices by this parameter."""
+    """Own weights: true if the code of a class may multiply matrices by this parameter."""
     if not PRODUCTS & (called(kind) | called_by_functions(kind)):
         return False
     uses = _Uses(parameter)
@@ -69,7 +69,7 @@ class _Uses:
         self.multiplied = False
 
     def read(self, method: ast.AST) -> None:
-        """Take the uses in one method into account."""
+        """Read the uses of own weights in one method."""
         names: set[str] = set()
         for _ in range(2):  # a name may be given after, in a loop
             for node in ast.walk(method):
@@ -91,7 +91,7 @@ class _Uses:
         return any(self._is_weight(node, names) for node in nodes)
 
     def _is_weight(self, node: ast.AST, names: set[str]) -> bool:
-        """True if an expression is the parameter, or a view or cast of it."""
+        """True if an expression is a module's own weight, or a view or cast of it."""
         while True:
             if isinstance(node, ast.Name):
                 return node.id in names
@@ -108,7 +108,8 @@ class _Uses:
 
 
 def _is_elementwise(function: ast.expr) -> bool:
-    """A function of torch that is no matmul, or a method of a tensor that is none."""
+    """True for an element-wise function beside own weights: one of torch that is no matmul, or a method of a tensor
+    that is none."""
     if not isinstance(function, ast.Attribute):
         return False
     if function.attr in PRODUCTS:

@@ -25,22 +25,22 @@ TOLD = ("accuracy", "margin")
 
 
 def is_pairs(batch: Mapping[str, Tensor]) -> bool:
-    """True if a batch holds pairs: input_ids and the like are [B, 2, S], chosen first."""
+    """True if a batch holds preferences, pairs of answers: input_ids and the like are [B, 2, S], chosen first."""
     return REFERENCE in batch
 
 
 def as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The answers of a batch of pairs as rows [2 B, S], pair after pair."""
+    """Preferences as rows: the answers of a batch of pairs [2 B, S], pair after pair."""
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items() if tensor.dim() == 3}
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The batch as a model runs on it: `as_rows` of pairs, any other as it is."""
+    """Rows of a batch, of preferences perhaps, as a model runs on it: `as_rows` of pairs, any other as it is."""
     return as_rows(batch) if is_pairs(batch) else batch
 
 
 def preference_loss(losses: Sequence[Tensor], batch: Mapping[str, Tensor]) -> LossOutput:
-    """The loss summed over pairs.
+    """Preference loss (DPO) summed over pairs.
 
     Args:
         losses: of the rows of `as_rows`, each a scalar: cross-entropy summed over the answer's tokens.

@@ -24,7 +24,8 @@ PRODUCTS = frozenset({"matmul", "bmm", "mm", "einsum", "baddbmm", "scaled_dot_pr
 
 
 def find_routers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a choice depends on: owners of the weight, and modules around one that do nothing else.
+    """Find routers: the modules that a choice depends on: owners of the weight, and modules around one that do nothing
+    else.
 
     Example:
         >>> class Mixture(nn.Module):
@@ -98,11 +99,12 @@ class _Search:
         return unread if len(unread) == 1 else []
 
     def _simple(self, module: nn.Module) -> list[nn.Module]:
-        """Children with one matrix inside."""
+        """Simple children in the search for routers, with one matrix inside."""
         return [child for child in module.children() if len(self.owners[child]) == 1]
 
     def _code_of(self, module: nn.Module) -> tuple[bool, frozenset[str]]:
-        """True if transformers records a module's result as router logits, and what its own methods call."""
+        """Code in the search for routers: true if transformers records a module's result as router logits, and what its
+        own methods call."""
         kind = type(module)
         if kind not in self._code:
             self._code[kind] = recorded_as("router_logits", kind), called(kind)
@@ -110,7 +112,7 @@ class _Search:
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:
-    """The weights that a module multiplies by; look-up tables apart."""
+    """Matrices in the search for routers: the weights that a module multiplies by; look-up tables apart."""
     if isinstance(module, nn.Embedding):
         return []
     return [tensor for tensor in own_tensors(module).values() if tensor.ndim == 2 and tensor.is_floating_point()]
@@ -121,8 +123,8 @@ def _rows(owner: nn.Module) -> set[int]:
 
 
 def num_experts(module: nn.Module) -> int:
-    """How many experts a module holds: a collection of modules with like weights, or weights [E, N, K]; else 0. A
-    collection of which other ranks hold the rest says how many there are in all (`num_in_whole`)."""
+    """Number of experts behind routers that a module holds: a collection of modules with like weights, or weights [E,
+    N, K]; else 0. A collection of which other ranks hold the rest says how many there are in all (`num_in_whole`)."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in module.children()}
         return getattr(module, "num_in_whole", len(module)) if len(shapes) == 1 and shapes != {()} else 0

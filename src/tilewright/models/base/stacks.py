@@ -17,12 +17,12 @@ class Stack:
 
     @property
     def firsts(self) -> list[int]:
-        """One layer of each kind."""
+        """The first layers of a stack, one of each kind."""
         return [indices[0] for indices in self.kinds]
 
 
 def find_stack(model: nn.Module) -> Stack | None:
-    """The list of layers with the most parameters; None where a model has no list."""
+    """Find the stack: the list of layers with the most parameters; None where a model has no list."""
     name, layers = max(
         ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)),
         key=lambda pair: sum(p.numel() for p in pair[1].parameters()),
@@ -37,7 +37,8 @@ def find_stack(model: nn.Module) -> Stack | None:
 
 
 def _structure(layer: nn.Module) -> object:
-    """The structure in which alike layers are equal: modules, shapes and settings, the layer's own number left out."""
+    """The structure of a layer in a stack in which alike ones are equal: modules, shapes and settings, the layer's own
+    number left out."""
     modules = []
     for name, module in layer.named_modules():
         tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_parameters(recurse=False))
@@ -51,7 +52,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def keep_layers(model: nn.Module, stack: Stack, kept: Sequence[int]) -> nn.ModuleList:
-    """Take all other layers out of the model, in place; the list of all of them."""
+    """Keep some layers of a stack: take all others out of the model, in place; the list of all of them."""
     owner_name, _, name = stack.name.rpartition(".")
     owner = model.get_submodule(owner_name)
     layers = owner._modules[name]
@@ -62,7 +63,7 @@ def keep_layers(model: nn.Module, stack: Stack, kept: Sequence[int]) -> nn.Modul
 
 @contextmanager
 def one_of_each_kind(model: nn.Module) -> Iterator[None]:
-    """Inside, a model has one layer of each kind; a model without a list of layers, all that it has.
+    """Inside, a model's stack has one layer of each kind; a model without a list of layers, all that it has.
 
     Example:
         >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(5))})

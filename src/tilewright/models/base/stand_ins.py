@@ -30,7 +30,7 @@ class _StandIn(nn.Module):
 
 @contextmanager
 def stand_ins(parent: nn.Module, name: str, visit: Visit, layers: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Inside, a list of layers is a list of stand-ins.
+    """Inside, the list of layers of a model is one of stand-ins.
 
     Args:
         parent, name: of the list.

@@ -60,7 +60,7 @@ class Storage:
 
     @property
     def grouped(self) -> bool:
-        """True if experts run as one operation on rows padded to whole tiles."""
+        """True if experts run as one operation on rows padded to whole tiles, as activation bytes count."""
         forms = [self.qdata.get(f"experts.{name}") for name in _MLP]
         return all(form is not None and form.in_rows for form in forms)
 
@@ -69,7 +69,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def role(fqn: str) -> str:
-    """The kind of a linear layer of a decoder's layer, by its name.
+    """Role of a linear layer in a decoder's activation bytes, by its name.
 
     Example:
         >>> role("model.layers.0.self_attn.q_proj"), role("model.layers.1.mlp.experts.3.up_proj")
@@ -81,7 +81,7 @@ def role(fqn: str) -> str:
 
 
 def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, storage: Storage) -> int:
-    """Bytes a token that layer number `layer` keeps for backward, its input included.
+    """Activation bytes a token that layer number `layer` keeps for backward, its input included.
 
     Example:
         >>> from typing import get_args
@@ -119,7 +119,8 @@ def tile_bytes(
     num_tokens: int,
     expert_rows: int | None = None,
 ) -> int:
-    """Bytes that inputs in codes add to `layer_bytes`: their scales, and the rows that experts are padded with.
+    """Activation bytes of tiles: those that inputs in codes add to `layer_bytes`: their scales, and the rows that
+    experts are padded with.
 
     Args:
         num_tokens: of a micro-batch.
@@ -150,7 +151,8 @@ def tile_bytes(
 def weight_copy_bytes(
     config: DecoderConfig, layer: int, mode: ActivationCheckpoint, storage: Storage, parameter_bytes: int = 4
 ) -> int:
-    """Bytes of low-precision weight copies that a layer keeps for backward, whatever the number of tokens."""
+    """Activation bytes of low-precision weight copies that a layer keeps for backward, whatever the number of
+    tokens."""
     if mode != "none" or storage.matmul >= parameter_bytes:
         return 0
     config = config.at(layer)
@@ -161,7 +163,7 @@ def weight_copy_bytes(
 
 
 def _linears(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Features in and out of each linear layer by role, without the router."""
+    """Features in and out of each linear layer by role, without the router, for activation bytes."""
     found = _attention_linears(config) if config.num_heads else {}
     widths = {"": config.ffn_dim}
     if config.is_moe(layer):
@@ -199,7 +201,7 @@ _TOGETHER = (
 
 
 def shared_input(fqn: str) -> tuple[str, int]:
-    """Equal for linear layers that read one input.
+    """The shared input in activation bytes: equal for linear layers that read one.
 
     Example:
         >>> shared_input("layers.0.self_attn.q_proj") == shared_input("layers.0.self_attn.v_proj")
@@ -211,14 +213,15 @@ def shared_input(fqn: str) -> tuple[str, int]:
 
 
 def _readers(config: DecoderConfig, layer: int) -> list[tuple[str, ...]]:
-    """The groups of `_TOGETHER` that this layer has."""
+    """Readers of one input in activation bytes: the groups of `_TOGETHER` that this layer has."""
     known = _linears(config, layer)
     groups = (tuple(name for name in names if name in known) for names in _TOGETHER)
     return [names for names in groups if names]
 
 
 def _kept_input(storage: Storage, width: int, *readers: str) -> int:
-    """Bytes a token of an input of linear layers: as it is for those that read it so, and its codes for the others."""
+    """Activation bytes a token of an input of linear layers: as it is for those that read it so, and its codes for the
+    others."""
     plain = [name for name in readers if name not in storage.qdata]
     copies = 1 if storage.stream == storage.matmul or storage.compiled else len(plain)
     kept = width * storage.matmul * min(copies, len(plain))
@@ -228,14 +231,14 @@ def _kept_input(storage: Storage, width: int, *readers: str) -> int:
 
 
 def head_bytes(config: DecoderConfig, num_tokens: int, storage: Storage) -> int:
-    """Bytes that final norm and loss keep for backward: FP32 input and normalised input, and both finished
+    """Activation bytes that final norm and loss keep for backward: FP32 input and normalised input, and both finished
     gradients of the head (`ops.loss`: for x in the matmuls' format, for the weight in FP32)."""
     norm = num_tokens * (2 * FP32 * config.dim + FP32)
     return norm + num_tokens * config.dim * storage.matmul + config.vocab_size * config.dim * FP32
 
 
 def work_per_token(config: DecoderConfig, matmul: int, stream: int) -> float:
-    """Bytes a token that backward of an eager dense layer has alive beyond what the layer keeps.
+    """Activation bytes a token that backward of an eager dense layer has alive beyond what the layer keeps.
 
     What traces say (tests/planner/test_classes.py): the gradients around SwiGLU, which is computed in FP32, and that of
     the layer's output; where the MLP is thin, attention's.
@@ -254,12 +257,12 @@ def _latent(config: DecoderConfig) -> int:
 
 
 def _kv_width(config: DecoderConfig) -> int:
-    """Width of keys, and of values, of a GQA layer."""
+    """Width of keys, and of values, of a GQA layer, in activation bytes."""
     return config.num_kv_heads * config.head_dim
 
 
 def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
-    """Selective: outputs of matmuls and of attention with its log-sum-exp."""
+    """Activation bytes of selective checkpointing: outputs of matmuls and of attention with its log-sum-exp."""
     elements = _projections_kept(config) if config.num_heads else 0
     if not config.ffn_dim:
         return storage.matmul * (elements - config.dim * storage.compiled)
@@ -273,7 +276,7 @@ def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
 
 
 def _projections_kept(config: DecoderConfig) -> int:
-    """Features that all of attention's projections give."""
+    """Features in activation bytes that all of attention's projections give."""
     heads = config.num_heads * config.qk_head_dim
     if config.attention == "linear":
         return 4 * heads + 2 * config.num_heads + config.dim
@@ -284,13 +287,14 @@ def _projections_kept(config: DecoderConfig) -> int:
 
 
 def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
-    """Attention's output, which is as wide as its queries, and its log-sum-exp; linear attention has none."""
+    """Activation bytes of attention: its output, which is as wide as its queries, and its log-sum-exp; linear attention
+    has none."""
     sums = 0 if config.attention == "linear" else FP32 * config.num_heads
     return storage.matmul * config.num_heads * config.qk_head_dim + sums
 
 
 def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:
-    """A norm over the stream and the copies of its output that matmuls keep."""
+    """Activation bytes of a norm over the stream and the copies of its output that matmuls keep."""
     if storage.fused.issuperset(readers):
         codes = config.dim // (storage.slices if storage.cut_codes else 1)
         return config.dim * storage.stream // storage.slices + codes
@@ -299,7 +303,7 @@ def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:
 
 
 def _inner_norm(width: int, source: int, storage: Storage, reader: str) -> int:
-    """MLA's norm over a compressed vector that is in a tensor of `source` elements."""
+    """Activation bytes of MLA's norm over a compressed vector that is in a tensor of `source` elements."""
     result = _kept_input(storage, width, reader)
     if storage.compiled or reader in storage.fused:
         return storage.matmul * source + result + (0 if reader in storage.fused else FP32)
@@ -308,7 +312,7 @@ def _inner_norm(width: int, source: int, storage: Storage, reader: str) -> int:
 
 
 def _linear_none(config: DecoderConfig, storage: Storage) -> int:
-    """Linear attention keeps what it reads; behind it are a norm of each head and a gate."""
+    """Activation bytes of linear attention: it keeps what it reads; behind it are a norm of each head and a gate."""
     width = config.num_heads * config.head_dim
     norm = _norm_none(config, storage, "q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
     head_norm = width * (storage.matmul if storage.compiled else 2 * FP32) + FP32 * config.num_heads
@@ -336,7 +340,8 @@ def _attention_none(config: DecoderConfig, storage: Storage) -> int:
 
 
 def _swiglu(width: int, storage: Storage, reader: str) -> int:
-    """gate, up and their matmul; eager also keeps silu(gate), and the first three in FP32."""
+    """Activation bytes of SwiGLU: gate, up and their product; eager also keeps silu(gate), and the first three in
+    FP32."""
     narrow = storage.compiled or reader in storage.fused
     return width * (2 * storage.matmul if narrow else 3 * FP32) + _kept_input(storage, width, reader)
 

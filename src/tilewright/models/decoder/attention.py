@@ -39,8 +39,8 @@ class CausalAttention(nn.Module):
         self.kernels = kernels
 
     def forward(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, segments: Segments) -> Tensor:
-        """Heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]. Keys and values may be of more positions than
-        queries, which are then the last ones."""
+        """Causal attention of the decoder: heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]. Keys and values
+        may be of more positions than queries, which are then the last ones."""
         dtype = self.compute_dtype or q_BSHD.dtype
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHD))
         if k.shape[2] > q.shape[2]:
@@ -68,7 +68,7 @@ class GroupedQueryAttention(nn.Module):
         self.kernels = kernels
 
     def readers(self) -> list[nn.Linear]:
-        """The layers that read this module's input."""
+        """The layers that read the input of grouped-query attention."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
     def forward(
@@ -79,7 +79,8 @@ class GroupedQueryAttention(nn.Module):
         segments: Segments,
         cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
-        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
+        """Grouped-query attention: x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the
+        next positions."""
         heads = (-1, self.head_dim)
         q_BSHD, k_BSHD, v_BSHD = (project(x_BSD).unflatten(-1, heads) for project in self.readers())
         if cache is None:
@@ -128,11 +129,11 @@ class LatentAttention(nn.Module):
         """What the rotary key goes through before heads read it: ranks may have other heads (`parallel.inside`)."""
 
     def readers(self) -> list[nn.Linear]:
-        """The layers that read this module's input."""
+        """The layers that read the input of latent attention."""
         return [self.q_a_proj if self.q_lora_rank else self.q_proj, self.kv_a_proj_with_mqa]
 
     def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
-        """The linear layers that read what a norm or SwiGLU makes: see `block.Block.quantized_readers`."""
+        """The linear layers of latent attention that read what a norm makes: see `block.Block.quantized_readers`."""
         yield self.kv_a_layernorm, "norm", [self.kv_b_proj]
         if self.q_lora_rank:
             yield self.q_a_layernorm, "norm", [self.q_b_proj]
@@ -145,7 +146,8 @@ class LatentAttention(nn.Module):
         segments: Segments,
         cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
-        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
+        """Latent attention (MLA): x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the
+        next positions."""
         q_joined = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))) if self.q_lora_rank else self.q_proj(x_BSD)
         q_nope, q_rope = q_joined.unflatten(-1, (-1, self.qk_head_dim)).split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
@@ -157,7 +159,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(cache.attend(attend, q_BSHD, latent, k_rope, window=self.core.window))
 
     def _attend(self, q_BSHD: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
-        """Queries against keys and values that are expanded from the latent."""
+        """Latent attention's queries against keys and values that are expanded from the latent."""
         kv_BSHD = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
         k_nope, v_BSHD = kv_BSHD.split((self.nope_dim, self.v_head_dim), dim=-1)
         k_rope = k_rope if self.shared_by_heads is None else self.shared_by_heads(k_rope)
@@ -165,7 +167,8 @@ class LatentAttention(nn.Module):
         return self.core(q_BSHD, k_BSHD, v_BSHD, segments)
 
     def _rotate_pairs(self, x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-        """Pairs to halves, then turned as halves. Queries and keys are permuted alike, so scores are the same."""
+        """Rotate pairs in latent attention: to halves, then turned as halves. Queries and keys are permuted alike, so
+        scores are the same."""
         halves = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return self.kernels.rope(halves, cos_BSR, sin_BSR)
 
@@ -183,12 +186,13 @@ class LinearAttention(nn.Module):
     def forward(
         self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, decay_BSH: Tensor, rate_BSH: Tensor, segments: Segments
     ) -> Tensor:
-        """Heads [B, S, H, D] and their gates -> heads [B, S, H, D]."""
+        """Linear attention: heads [B, S, H, D] and their gates -> heads [B, S, H, D]."""
         inputs = self._inputs(q_BSHD, k_BSHD, v_BSHD, decay_BSH, rate_BSH)
         return self.kernels.linear_attention(*inputs, segments=segments).transpose(1, 2).to(q_BSHD.dtype)
 
     def from_state(self, state: Tensor | None, q_BSHD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads of the next positions, from the state of earlier ones, and the state after them."""
+        """Linear attention from a state: heads of the next positions, from the state of earlier ones, and the state
+        after them."""
         out_BHSD, state = self.kernels.linear_attention_from(state, *self._inputs(q_BSHD, *rest))
         return out_BHSD.transpose(1, 2).to(q_BSHD.dtype), state
 
@@ -220,7 +224,7 @@ class GatedDeltaAttention(nn.Module):
         self.kernels = kernels
 
     def readers(self) -> list[nn.Linear]:
-        """The layers that read this module's input."""
+        """The layers that read the input of gated delta attention."""
         return [self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj]
 
     def forward(
@@ -231,7 +235,8 @@ class GatedDeltaAttention(nn.Module):
         segments: Segments,
         cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
-        """x [B, S, D] -> [B, S, D]; angles are not read. With a cache x are the next positions."""
+        """Gated delta attention: x [B, S, D] -> [B, S, D]; angles are not read. With a cache x are the next
+        positions."""
         heads = (-1, self.head_dim)
         inputs = [project(x_BSD).unflatten(-1, heads) for project in (self.q_proj, self.k_proj, self.v_proj)]
         inputs += [self.a_proj(x_BSD), self.b_proj(x_BSD)]

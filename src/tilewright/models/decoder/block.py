@@ -54,18 +54,18 @@ class Block(nn.Module):
 
     @property
     def can_give(self) -> bool:
-        """False if its computation is an architecture's own that does not say what attention gives out."""
+        """False if a block's computation is an architecture's own that does not say what attention gives out."""
         return "give" in inspect.signature(self._run).parameters
 
     @property
     def keeps_qdata(self) -> bool:
-        """True if backward recomputes this layer from its input in 8 bits. Not a mixture of experts: rounded rows
-        could be sent to other experts than in the forward pass."""
+        """True if backward recomputes this block from its input in 8 bits. Not a mixture of experts: rounded rows could
+        be sent to other experts than in the forward pass."""
         return self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8" and not self.is_moe
 
     @property
     def attention_block(self) -> int:
-        """Query rows at a time in attention, 0 for all, or where there is none. Settable."""
+        """Query rows at a time in a block's attention, 0 for all, or where there is none. Settable."""
         own = self.self_attn.core.block if self.has_attention else 0
         return self.kernels.attention_block if own is None else own
 
@@ -75,7 +75,8 @@ class Block(nn.Module):
             self.self_attn.core.block = rows
 
     def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
-        """(module, "norm" or "swiglu", layers): these linear layers, and nothing else, read what the module makes.
+        """Quantised readers of a block as (module, "norm" or "swiglu", layers): these linear layers, and nothing else,
+        read what the module makes.
 
         So `precision.convert` may let it hand them a value `WithCopies` in 8 bits.
         """
@@ -93,8 +94,9 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         give: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None, output of attention [B, S, D]
-        where `give` wants it, else None). With a cache x are the next positions, and nothing is kept for backward."""
+        """Forward of a block: x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None, output of
+        attention [B, S, D] where `give` wants it, else None). With a cache x are the next positions, and nothing is
+        kept for backward."""
         if cache is not None:
             return _three(self._run(x_BSD, cos, sin, segments, cache))
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
@@ -127,7 +129,8 @@ class Block(nn.Module):
 
 
 def _three(found: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of `_run`; that of an architecture of one's own may return (x, load) alone, and take no `give`."""
+    """Three results of a block's `_run`; that of an architecture of one's own may return (x, load) alone, and take no
+    `give`."""
     x_BSD, load_E, *given = found
     return x_BSD, load_E, given[0] if given else None
 

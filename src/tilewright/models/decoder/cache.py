@@ -38,8 +38,8 @@ class LayerCache:
         """Of linear attention: the number of positions that a state has seen, and the state; at most two."""
 
     def extend(self, *new: Tensor, window: int = 0) -> Sequence[Tensor]:
-        """Tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T, ...], or of all but those
-        that no position sees from here on.
+        """Extend a layer's cache: tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T,
+        ...], or of all but those that no position sees from here on.
 
         Args:
             window: positions that each one sees at most, the same in each call; 0: all.
@@ -57,8 +57,8 @@ class LayerCache:
         return [kept.narrow(1, 0, end - self._first) for kept in self._kept]
 
     def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
-        """For each row, the tensors of the positions that one new position sees, [T, ...]. The last of them is its own,
-        which the caller writes.
+        """Reserve in a layer's cache: for each row, the tensors of the positions that one new position sees, [T, ...].
+        The last of them is its own, which the caller writes.
 
         Args:
             new: [B, 1, ...], read for their shapes, dtypes and devices.
@@ -71,7 +71,8 @@ class LayerCache:
         return [[kept[row].narrow(0, first, end - first) for kept in self._kept] for row in range(len(new[0]))]
 
     def _has_room(self, new: Sequence[Tensor], window: int) -> bool:
-        """Take memory, or leave positions behind, for what is new; False where it is more than a window's memory."""
+        """Make room in a layer's cache: take memory, or leave positions behind, for what is new; False where it is more
+        than a window's memory."""
         count = new[0].shape[1]
         start, end = self.owner.length, self.owner.length + count
         self.owner.check_room(len(new[0]), count)
@@ -86,7 +87,8 @@ class LayerCache:
         return end - self._first <= self._kept[0].shape[1]
 
     def _take_ahead(self) -> None:
-        """Put what had no room in the place of what is kept, if its pass was counted; else drop it."""
+        """Take ahead in a layer's cache: put what had no room in the place of what is kept, if its pass was counted;
+        else drop it."""
         assert self._ahead is not None
         (end, tensors), self._ahead = self._ahead, None
         if self.owner.length < end:
@@ -96,19 +98,20 @@ class LayerCache:
             kept.narrow(1, 0, tensor.shape[1]).copy_(tensor)
 
     def _move_up(self, first: int, end: int) -> None:
-        """Leave the positions before `first` behind."""
+        """Move a layer's cache up: leave the positions before `first` behind."""
         for kept in self._kept:
             kept.narrow(1, 0, end - first).copy_(kept.narrow(1, first - self._first, end - first).clone())
         self._first = first
 
     def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor, window: int = 0) -> Tensor:
-        """The result of `attention` for queries of the new positions and, of all positions that they may see, the
-        tensors whose new part is given: [B, S, ...]."""
+        """Attend with a layer's cache: the result of `attention` for queries of the new positions and, of all positions
+        that they may see, the tensors whose new part is given: [B, S, ...]."""
         return attention(q_BSHD, *self.extend(*new, window=window))
 
     def recur(self, attention: Recurrence, *new: Tensor) -> Tensor:
-        """The result of `attention` for the state before the new positions (None: there was none) and these; it gives
-        the state behind them too. That before them stays until the pass is counted: one that fails may be run again."""
+        """Recur with a layer's cache: the result of `attention` for the state before the new positions (None: there was
+        none) and these; it gives the state behind them too. That before them stays until the pass is counted: one that
+        fails may be run again."""
         start, end = self.owner.length, self.owner.length + new[0].shape[1]
         self.owner.check_room(len(new[0]), new[0].shape[1])
         self._states = [(seen, state) for seen, state in self._states if seen == start]
@@ -118,7 +121,7 @@ class LayerCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are reserved."""
+        """Bytes that a layer's cache reserves."""
         ahead = self._ahead[1] if self._ahead is not None else []
         states = [state for _, state in self._states]
         return _bytes((*self._kept, *ahead, *states))
@@ -163,15 +166,16 @@ class DecoderCache:
         self._angles: Angles | None = None
 
     def angles(self, num_new: int, make: Callable[[Tensor], Angles], device: torch.device) -> Angles:
-        """Cosine and sine [1, S, R/2] of the next positions. `make` gives those of position ids [1, T]; it is called
-        once, for all positions that there is room for: for each token it would take longer than a layer."""
+        """Angles in the decoder's cache: cosine and sine [1, S, R/2] of the next positions. `make` gives those of
+        position ids [1, T]; it is called once, for all positions that there is room for: for each token it would take
+        longer than a layer."""
         if self._angles is None:
             self._angles = make(torch.arange(self.capacity, device=device)[None])
         cos, sin = self._angles
         return cos.narrow(1, self.length, num_new), sin.narrow(1, self.length, num_new)
 
     def check_room(self, rows: int, positions: int) -> None:
-        """Raise where the next `positions` of `rows` rows do not fit.
+        """Raise where the next `positions` of `rows` rows do not fit into the decoder's cache.
 
         Raises:
             ValueError: other rows than the cache is for, or more positions than are left.
@@ -183,11 +187,11 @@ class DecoderCache:
             )
 
     def advance(self, positions: int) -> None:
-        """Count positions that all layers have written."""
+        """Advance the decoder's cache: count positions that all layers have written."""
         self.length += positions
 
     def joined(self, rest: Sequence["DecoderCache"], width: int) -> "JoinedCache":
-        """One cache of several, each of one row; see `protocols.KeyValueCache`."""
+        """One decoder's cache of several, each of one row; see `protocols.KeyValueCache`."""
         return JoinedCache((self, *rest), width)
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
@@ -196,7 +200,7 @@ class DecoderCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all layers reserve."""
+        """Bytes that the decoder's cache of all layers reserves."""
         return sum(layer.num_bytes for layer in self.layers)
 
 
@@ -219,23 +223,24 @@ class JoinedCache:
 
     @property
     def length(self) -> int:
-        """Positions of the longest row."""
+        """Positions of the longest row in joined caches."""
         return max(cache.length for cache in self._caches)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all rows reserve."""
+        """Bytes that joined caches of all rows reserve."""
         return sum(cache.num_bytes for cache in self._caches)
 
     def angles(self, num_new: int, make: Callable[[Tensor], Angles], device: torch.device) -> Angles:
-        """Cosine and sine [B, 1, R/2] of each row's next position."""
+        """Angles in joined caches: cosine and sine [B, 1, R/2] of each row's next position."""
         pairs = [cache.angles(num_new, make, device) for cache in self._caches]
         pairs += pairs[:1] * (self._width - len(pairs))
         cos, sin = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return cos, sin
 
     def check_room(self, rows: int, positions: int) -> None:
-        """Raise where a pass has other rows or more than one token of each, or a row has no room.
+        """Check room in joined caches: raise where a pass has other rows or more than one token of each, or a row has
+        no room.
 
         Raises:
             ValueError: so it is.
@@ -246,7 +251,7 @@ class JoinedCache:
             cache.check_room(1, 1)
 
     def advance(self, positions: int) -> None:
-        """Count positions that all layers have written."""
+        """Advance joined caches: count positions that all layers have written."""
         for cache in self._caches:
             cache.advance(positions)
 
@@ -258,7 +263,7 @@ class JoinedLayer:
         self._layers = layers
 
     def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor, window: int = 0) -> Tensor:
-        """See `LayerCache.attend`; row by row."""
+        """Attend with a layer of joined caches: see `LayerCache.attend`; row by row."""
         rows = [
             layer.attend(attention, q_BSHD[i : i + 1], *(tensor[i : i + 1] for tensor in new), window=window)
             for i, layer in enumerate(self._layers)
@@ -266,12 +271,12 @@ class JoinedLayer:
         return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])
 
     def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
-        """The tensors of the positions that one new position of each row sees; see `LayerCache.reserve`; of the rows
-        that have a cache."""
+        """Reserve in a layer of joined caches: the tensors of the positions that one new position of each row sees; see
+        `LayerCache.reserve`; of the rows that have a cache."""
         rows = enumerate(self._layers)
         return [layer.reserve(*(tensor[i : i + 1] for tensor in new), window=window)[0] for i, layer in rows]
 
     def recur(self, attention: Recurrence, *new: Tensor) -> Tensor:
-        """See `LayerCache.recur`; row by row."""
+        """Recur with a layer of joined caches: see `LayerCache.recur`; row by row."""
         rows = [layer.recur(attention, *(tensor[i : i + 1] for tensor in new)) for i, layer in enumerate(self._layers)]
         return torch.cat([*rows, *rows[:1] * (len(new[0]) - len(rows))])

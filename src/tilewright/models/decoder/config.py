@@ -98,7 +98,7 @@ class DecoderConfig:
 
     @classmethod
     def from_section(cls, section: ModelSection, vocab_size: int) -> "DecoderConfig":
-        """The shape that a recipe's `[model]` section asks for, its zeros filled in.
+        """The decoder's config (shape) that a recipe's `[model]` section asks for, its zeros filled in.
 
         Raises:
             ConfigError: the section's values do not fit together.
@@ -129,21 +129,21 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, vocab_size: int, **section_fields: Any) -> "DecoderConfig":
-        """A configuration from keywords with the recipe's names and defaults."""
+        """A decoder's config from keywords with the recipe's names and defaults."""
         return cls.from_section(ModelSection(**section_fields), vocab_size)
 
     @property
     def shape(self) -> LayerShape:
-        """The shape of a layer by the fields of the model."""
+        """The shape of a layer by the fields of the decoder's config."""
         return LayerShape(**{field.name: getattr(self, field.name) for field in fields(LayerShape)})
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """The shape of each layer."""
+        """The shape of each layer in the decoder's config."""
         return self.layers or (self.shape,) * self.num_layers
 
     def with_layers(self, shapes: Sequence[LayerShape]) -> "DecoderConfig":
-        """This decoder with layers of these shapes; where all have one shape, it is stored once for all.
+        """This decoder's config with layers of these shapes; where all have one shape, it is stored once for all.
 
         Raises:
             ConfigError: they are no decoder's.
@@ -152,7 +152,8 @@ class DecoderConfig:
         return made.at(0) if len(set(shapes)) == 1 else made
 
     def at(self, layer: int) -> "DecoderConfig":
-        """The shape with that of one layer in the fields of the model, so that it reads as one whose layers are alike.
+        """The decoder's config at one layer: with its shape in the fields of the model, so that it reads as one whose
+        layers are alike.
 
         Example:
             >>> config = DecoderConfig.of(
@@ -169,13 +170,13 @@ class DecoderConfig:
         return tuple(made[shape] for shape in self.layers)
 
     def _own(self, layer: int, entry: LayerSection) -> LayerShape:
-        """The shape that a recipe's entry asks for."""
+        """The shape that a recipe's entry asks for, in the decoder's config."""
         values = {name: getattr(entry, name) for name in _LISTED}
         width = "expert_dim" if entry.ffn_dim and self.is_moe(layer) else "ffn_dim"
         return replace(self.shape, **values, **{width: entry.ffn_dim})
 
     def section_values(self) -> dict[str, Any]:
-        """The values of a recipe's `[model]` for this shape: `DecoderConfig.of` makes the same of it.
+        """The decoder's config as values of a recipe's `[model]`: `DecoderConfig.of` makes the same of it.
 
         Raises:
             ConfigError: no recipe describes the shape.
@@ -207,11 +208,11 @@ class DecoderConfig:
 
     @classmethod
     def section_fields(cls) -> tuple[str, ...]:
-        """Names of the settings in a recipe's `[model]` that describe a shape."""
+        """Names of the settings in a recipe's `[model]` that describe a decoder's config."""
         return tuple(field.name for field in fields(cls) if field.name in ModelSection.model_fields)
 
     def _entry(self, layer: int, shape: LayerShape) -> dict[str, Any]:
-        """A recipe's entry for one layer: what differs from the fields of the model."""
+        """A recipe's entry for one layer of the decoder's config: what differs from the fields of the model."""
         own = {name: getattr(shape, name) for name in LayerSection.model_fields if name != "repeat"}
         usual = {name: getattr(self, name) for name in own}
         if self.num_experts and layer >= self.num_dense_layers:
@@ -223,26 +224,26 @@ class DecoderConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Width of the part of a query or key head that carries the position."""
+        """Width in the decoder's config of the part of a query or key head that carries the position."""
         return self.qk_rope_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of a query or key head."""
+        """Width of a query or key head in the decoder's config."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def value_head_dim(self) -> int:
-        """Width of a value head."""
+        """Width of a value head in the decoder's config."""
         return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def shared_width(self) -> int:
-        """Hidden width of the shared experts together; 0 where there are none."""
+        """Hidden width of the shared experts together in the decoder's config; 0 where there are none."""
         return self.shared_dim or self.num_shared_experts * self.expert_dim if self.num_experts else 0
 
     def is_moe(self, layer: int) -> bool:
-        """True if layer number `layer` (from 0) has experts."""
+        """True if layer number `layer` (from 0) of the decoder's config has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers and self.at(layer).ffn_dim > 0
 
     def _attention_problems(self) -> list[Problem]:
@@ -364,7 +365,7 @@ def _no_window(got: str, where: str) -> Problem:
 
 
 def _joined(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries of layers in a row that are alike as one."""
+    """Entries of a decoder's config for layers in a row that are alike, joined as one."""
     found: list[dict[str, Any]] = []
     for entry in entries:
         if found and {name: value for name, value in found[-1].items() if name != "repeat"} == entry:
@@ -375,5 +376,5 @@ def _joined(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is not above `at_most`."""
+    """For a decoder's config, the largest divisor of `number` that is not above `at_most`."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)

@@ -104,7 +104,7 @@ class Decoder(Model):
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
-        """The activations that all layers keep for backward. Settable; see `protocols.Model`."""
+        """The activations that all layers of the decoder keep for backward. Settable; see `protocols.Model`."""
         return common_mode(self.checkpointing)
 
     @activation_checkpoint.setter
@@ -113,7 +113,7 @@ class Decoder(Model):
 
     @property
     def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
-        """The activations that each layer keeps for backward. Settable; see `protocols.Model`."""
+        """The activations that each layer of the decoder keeps for backward. Settable; see `protocols.Model`."""
         return tuple(block.activation_checkpoint for block in self.blocks)
 
     @checkpointing.setter
@@ -126,7 +126,7 @@ class Decoder(Model):
 
     @property
     def attention_blocks(self) -> tuple[int, ...]:
-        """Query rows at a time in each layer's attention, 0 for all. Settable."""
+        """Query rows at a time in the attention of each of the decoder's layers, 0 for all. Settable."""
         return tuple(block.attention_block for block in self.blocks)
 
     @attention_blocks.setter
@@ -136,7 +136,8 @@ class Decoder(Model):
 
     @property
     def checkpoint_inputs(self) -> CheckpointInputs:
-        """The form in which a layer that is recomputed whole keeps its input. Settable; see `protocols.Model`."""
+        """The form in which a layer of the decoder that is recomputed whole keeps its input. Settable; see
+        `protocols.Model`."""
         return self.blocks[0].checkpoint_inputs
 
     @checkpoint_inputs.setter
@@ -151,33 +152,34 @@ class Decoder(Model):
 
     @property
     def net(self) -> "Decoder":
-        """See `protocols.Model`, and so the next three."""
+        """The decoder itself as `net`: see `protocols.Model`, and so the next three."""
         return self
 
     head = property(lambda self: self.lm_head)
     max_positions, task = None, "causal_lm"
 
     def tie_weights(self) -> None:
-        """Make head and embedding one parameter where the shape says so; see `protocols.Model`."""
+        """Make the decoder's head and embedding one parameter where the shape says so; see `protocols.Model`."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Output of the final norm [B, S, D]; see `protocols.Model`."""
+        """Output of the decoder's final norm [B, S, D]; see `protocols.Model`."""
         x_BSD, context = self.prologue(batch)
         return self.model.norm(self._run_layers(x_BSD, context)[0])
 
     def forward(
         self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, S, V] of what `hidden` takes. For the loss use `loss`, which never holds them all."""
+        """The decoder's logits [B, S, V] of what `hidden` takes. For the loss use `loss`, which never holds them
+        all."""
         given = {"input_ids": input_ids_BS, "positions": positions_BS, "segments": segments_BS}
         return self.lm_head(self.hidden({name: tensor for name, tensor in given.items() if tensor is not None}))
 
     logits = forward  # see `protocols.Model`
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """Cross-entropy summed over the targets of one micro-batch.
+        """The decoder's loss: cross-entropy summed over the targets of one micro-batch.
 
         Args:
             batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
@@ -192,21 +194,21 @@ class Decoder(Model):
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The layers, in order."""
+        """The decoder's layers (blocks), in order."""
         return cast(Sequence[Block], self.model.layers)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers, in order; see `protocols.Model`."""
+        """The decoder's layers, in order; see `protocols.Model`."""
         return tuple(self.blocks)
 
     def attention_of(self, layer: nn.Module) -> nn.Module | None:
-        """The attention module of a layer: see `protocols.Model`."""
+        """The attention module of a layer of the decoder: see `protocols.Model`."""
         block = cast(Block, layer)
         return block.self_attn if block.has_attention and block.can_give else None
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """The tensors that all layers read too: cos and sin of the positions, documents."""
+        """The tensors that all layers of the decoder read too: cos and sin of the positions, documents."""
         batch = rows_of(batch)
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
@@ -215,18 +217,18 @@ class Decoder(Model):
         return {"cos": cos, "sin": sin, **document_tensors(self.kernels.documents(batch)), **of_batch(batch)}
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """Embedded tokens [B, S, D], and `context`."""
+        """The decoder's prologue: embedded tokens [B, S, D], and `context`."""
         return self._embedded(rows_of(batch)["input_ids"]), self.context(batch)
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """One layer; see `Block.forward`."""
+        """One layer of the decoder; see `Block.forward`."""
         give = self.hidden_loss is not None and self.hidden_loss.reads_attention(index)
         inputs = x_BSD, context["cos"], context["sin"], documents_from(context)
         x_BSD, load_E, given_BSD = self.blocks[index](*inputs, give=give)
         return x_BSD if self.hidden_loss is None else self.hidden_loss(index, x_BSD, given_BSD, context), load_E
 
     def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
-        """Final norm, head and loss."""
+        """The decoder's epilogue: final norm, head and loss."""
         x_BSD = self.model.norm(x_BSD)
         if is_pairs(batch):
             return preference_loss(row_losses(self.kernels, self.lm_head, x_BSD, rows_of(batch)["labels"]), batch)
@@ -234,17 +236,17 @@ class Decoder(Model):
         return out if self.hidden_loss is None else self.hidden_loss.added(out, context)
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters that the prologue and the epilogue read."""
+        """Parameters that the decoder's prologue and epilogue read."""
         inside = () if self.hidden_loss is None else tuple(self.hidden_loss.parameters())  # in both: shared by layers
         after = (*self.model.norm.parameters(), *self.lm_head.parameters())
         return [*self.model.embed_tokens.parameters(), *inside], [*after, *inside]
 
     def new_cache(self, rows: int, length: int) -> DecoderCache:
-        """An empty cache for `rows` rows of at most `length` positions; see `protocols.Model`."""
+        """The decoder's empty cache for `rows` rows of at most `length` positions; see `protocols.Model`."""
         return DecoderCache(len(self.blocks), rows, length)
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: DecoderCache | None = None) -> Tensor:
-        """FP32 logits [B, V] of the token after each row; see `protocols.Model`."""
+        """The decoder's FP32 logits [B, V] of the token after each row; see `protocols.Model`."""
         if cache is None:
             return self.lm_head(self.hidden({"input_ids": input_ids_BS})[:, -1:])[:, 0].float()
         with torch.no_grad():
@@ -259,11 +261,12 @@ class Decoder(Model):
             return self.lm_head(self.model.norm(x_BSD[:, -1:]))[:, 0].float()
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
-        """FP32 logits [N, V] of the tokens after the wanted positions; see `protocols.Model`."""
+        """The decoder's FP32 logits [N, V] of the tokens after the wanted positions; see `protocols.Model`."""
         return self.lm_head(self.hidden({"input_ids": input_ids_BS})[wanted_BS]).float()
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Balance the experts by the load since the last call, summed over a group. Nothing to do when dense."""
+        """Balance the decoder's experts after a step, by the load since the last call, summed over a group. Nothing to
+        do when dense."""
         if not (routers := [cast(MoE, block.mlp).gate for block in self.blocks if block.is_moe]):
             return
         load_LE = self._load_LE
@@ -280,9 +283,9 @@ class Decoder(Model):
     def compile_blocks(
         self, *, waits: bool = False, between_exchanges: Callable[[nn.Module], None] | None = None
     ) -> None:
-        """Compile each layer in place. Layers of one kind share one compiled graph; where weight gradients wait, one
-        graph between two matmuls, inside of what is recomputed: torch recomputes what is compiled in pieces as a whole
-        only where it is called from outside.
+        """Compile each layer of the decoder in place. Layers of one kind share one compiled graph; where weight
+        gradients wait, one graph between two matmuls, inside of what is recomputed: torch recomputes what is compiled
+        in pieces as a whole only where it is called from outside.
 
         A mixture-of-experts layer is compiled in parts, because which expert gets how many rows depends on the data:
         attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
@@ -318,7 +321,7 @@ class Decoder(Model):
         self._note_opaque_parts()
 
     def check_save_hf(self, dtype: torch.dtype) -> None:
-        """True if a layout holds the shape; see `protocols.Model`."""
+        """True if a layout holds the decoder's shape; see `protocols.Model`."""
         to_hf_config(self.config, "bfloat16")
 
     def save_hf(
@@ -329,7 +332,8 @@ class Decoder(Model):
         extra: Mapping[str, Any] | None = None,
         live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        """Write a Hugging Face folder of Llama, Mistral or DeepSeek-V3 layout. See `hf_weights.save_decoder`."""
+        """Write the decoder as a Hugging Face folder of Llama, Mistral or DeepSeek-V3 layout. See
+        `hf_weights.save_decoder`."""
         save_decoder(self, folder, dtype=dtype, extra=extra, live=live)
 
     def _embedded(self, ids_BS: Tensor) -> Tensor:
@@ -368,7 +372,8 @@ class Decoder(Model):
 
     @torch.no_grad()
     def aux_metrics(self, loads: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Add this micro-batch's loads up for `after_step`; how far the fullest expert is above the mean."""
+        """The decoder's metrics: add this micro-batch's loads up for `after_step`; how far the fullest expert is above
+        the mean."""
         if not loads:
             return {}
         load_LE = torch.stack(list(loads))

@@ -30,17 +30,17 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """All parameters of a decoder, beside its FLOPs."""
         return self.embedding + sum(self.layers) + self.final_norm + self.head
 
     @property
     def active(self) -> int:
-        """Parameters that one token passes through."""
+        """Active parameters of a decoder, that one token passes through, for FLOPs."""
         return self.total - sum(self.inactive_layers)
 
 
 def count_parameters(config: DecoderConfig) -> ParameterCount:
-    """Parameters of a decoder.
+    """Count the parameters of a decoder, beside its FLOPs.
 
     Example:
         >>> config = DecoderConfig.of(vocab_size=16384, dim=512, num_layers=12, num_heads=8, ffn_dim=1408)
@@ -58,7 +58,7 @@ def count_parameters(config: DecoderConfig) -> ParameterCount:
 
 
 def layer_parameters(config: DecoderConfig, layer: int) -> int:
-    """Parameters of layer number `layer`."""
+    """Parameters of layer number `layer` of a decoder, for FLOPs."""
     config = config.at(layer)
     norms = config.dim * ((config.num_heads > 0) + (config.ffn_dim > 0))
     if config.attention == "linear" and config.num_heads:
@@ -69,7 +69,7 @@ def layer_parameters(config: DecoderConfig, layer: int) -> int:
 
 
 def attention_weights(config: DecoderConfig) -> int:
-    """Elements of a layer's attention projections; each does 2 FLOPs per token. `config`: of the layer, see
+    """For FLOPs, elements of a layer's attention projections; each does 2 FLOPs per token. `config`: of the layer, see
     `DecoderConfig.at`."""
     if not config.num_heads:
         return 0
@@ -86,7 +86,7 @@ def attention_weights(config: DecoderConfig) -> int:
 
 
 def mlp_weights(config: DecoderConfig, layer: int) -> int:
-    """Elements of a layer's MLP weights; with experts all of them and the router's."""
+    """For FLOPs, elements of a layer's MLP weights; with experts all of them and the router's."""
     config = config.at(layer)
     if not config.is_moe(layer):
         return 3 * config.dim * config.ffn_dim
@@ -95,7 +95,7 @@ def mlp_weights(config: DecoderConfig, layer: int) -> int:
 
 
 def hidden_width(config: DecoderConfig, layer: int) -> int:
-    """Width of the hidden layer of an MLP, or of one expert."""
+    """For FLOPs, the width of the hidden layer of an MLP, or of one expert."""
     config = config.at(layer)
     return config.expert_dim if config.is_moe(layer) else config.ffn_dim
 
@@ -126,18 +126,18 @@ class FlopCount:
 
     @property
     def forward(self) -> float:
-        """One forward pass."""
+        """FLOPs of one forward pass."""
         return sum(self.layers) + sum(self.attention) + self.head
 
     @property
     def backward(self) -> float:
-        """Backward by plain rules: two matmuls for each one of forward."""
+        """FLOPs of backward by plain rules: two matmuls for each one of forward."""
         return 2 * self.forward
 
     def step(self, activation_checkpoint: str = "none") -> float:
-        """Forward and backward as executed: flash attention's backward forms its scores again (2.5 times its forward),
-        "full" runs each layer up to its last matmul once more, "attention" the same without attention, "matmuls"
-        attention alone, "selective" neither."""
+        """FLOPs of a step, forward and backward as executed: flash attention's backward forms its scores again (2.5
+        times its forward), "full" runs each layer up to its last matmul once more, "attention" the same without
+        attention, "matmuls" attention alone, "selective" neither."""
         attention = sum(self.attention)
         again = sum(self.layers) - sum(self.last) if activation_checkpoint in ("full", "attention") else 0
         again += attention if activation_checkpoint in ("full", "matmuls") else 0
@@ -174,7 +174,7 @@ def _attention_flops(config: DecoderConfig, seq_len: int, *, causal: bool) -> fl
 
 
 def mean_keys(seq_len: int, window: int = 0) -> float:
-    """Keys that a position of a row sees on average, itself included.
+    """For FLOPs, keys that a position of a row sees on average, itself included.
 
     Args:
         seq_len: positions of the row.
@@ -189,7 +189,7 @@ def mean_keys(seq_len: int, window: int = 0) -> float:
 
 
 def _last_width(config: DecoderConfig, layer: int) -> int:
-    """Features that a layer's last matmul takes."""
+    """For FLOPs, features that a layer's last matmul takes."""
     if not config.ffn_dim:
         return config.num_heads * config.value_head_dim
     return config.shared_width if config.is_moe(layer) else config.ffn_dim

@@ -66,7 +66,7 @@ _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def read_config(folder: Path | str) -> DecoderConfig:
-    """The decoder's shape from a folder of Llama, Mistral or DeepSeek-V3 layout.
+    """Read config.json: the decoder's shape from a folder of Llama, Mistral or DeepSeek-V3 layout.
 
     Raises:
         CheckpointError: not such a folder, keys missing, or something in it that the decoder cannot do.
@@ -173,7 +173,7 @@ def to_own_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
 
 
 def _read_own(raw: Mapping[str, Any], where: str) -> DecoderConfig:
-    """Settings of the shape alone are read: others of [model] name folders, and code."""
+    """Read config.json of our own layout: settings of the shape alone: others of [model] name folders, and code."""
     values, size = raw.get("model"), raw.get("vocab_size")
     if not isinstance(values, dict) or type(size) is not int or size < 1:
         raise _bad_shape(f"vocab_size = {size!r}, model = {type(values).__name__}", where)
@@ -196,7 +196,8 @@ def _bad_shape(got: str, where: str) -> CheckpointError:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings, where new (`rope_parameters`) and old folders (`rope_theta`, `rope_scaling`) keep them."""
+    """Rotary settings in config.json, where new (`rope_parameters`) and old folders (`rope_theta`, `rope_scaling`) keep
+    them."""
     old = {key: raw[key] for key in ("rope_theta",) if key in raw}
     return old | (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
 

@@ -62,7 +62,7 @@ _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def load_weights(model: Model, folder: Path | str, *, absent: Collection[str] = ()) -> None:
-    """Copy a folder's weights into the model's parameters and buffers, cast to their dtypes.
+    """Load weights of a Hugging Face folder: copy them into the decoder's parameters and buffers, cast to their dtypes.
 
     FP8 weights are decoded, exactly in FP32 (and in BF16 where their scales are powers of two). A weight that the model
     keeps in FP8 takes codes and scales as they are, or is encoded.
@@ -81,7 +81,8 @@ def load_weights(model: Model, folder: Path | str, *, absent: Collection[str] = 
 
 
 def decoder_weights(model: Model, folder: Path | str, *, absent: Collection[str] = ()) -> InitialValues:
-    """A function that copies a folder's weights into tensors under the model's names; see `load_weights`.
+    """A function that copies weights of a Hugging Face folder into tensors under the decoder's names; see
+    `load_weights`.
 
     Names and shapes are checked now, by the files' headers. Bytes are read when the copier is called, which raises
     CheckpointError where a file is corrupt or FP8 weights hold NaN.
@@ -115,7 +116,8 @@ def copy_stored(
     tensors: Mapping[str, Tensor],
     first_rows: Mapping[str, int] = ALL_WHOLE,
 ) -> None:
-    """Copy stored weights into the tensors of the same names, decoding FP8 where the tensor is not FP8 itself.
+    """Copy stored weights of a Hugging Face folder into the tensors of the same names, decoding FP8 where the tensor is
+    not FP8 itself.
 
     Of a tensor that comes in part only its rows are read; of an FP8 weight whole rows of blocks.
 
@@ -146,7 +148,7 @@ def _copy_files(
     scales: Mapping[str, Tensor],
     first_rows: Mapping[str, int],
 ) -> None:
-    """Copy the tensors that are not in FP8, opening each file once."""
+    """Copy files of Hugging Face weights: the tensors that are not in FP8, opening each file once."""
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(stored[name].file, []).append(name)
@@ -172,7 +174,7 @@ def save_decoder(
     live: Callable[[str, Tensor], Tensor] | None = None,
     own_layout: bool = False,
 ) -> None:
-    """Write config.json and safetensors; see `protocols.Model.save_hf`.
+    """Save a decoder's weights as a Hugging Face folder: config.json and safetensors; see `protocols.Model.save_hf`.
 
     Args:
         model: a decoder.
@@ -222,8 +224,8 @@ def write_shards(
     coded: Collection[str] = (),
     live: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Write tensors as one safetensors file, or several with an index. One shard at a time is copied or cast; of
-    what comes from `live`, one tensor at a time, and the others wait on the disk.
+    """Write Hugging Face weights: tensors as one safetensors file, or several with an index. One shard at a time is
+    copied or cast; of what comes from `live`, one tensor at a time, and the others wait on the disk.
 
     Routing biases stay FP32, as DeepSeek-V3 keeps them. The weights in `coded` are written in FP8.
     """
@@ -274,15 +276,16 @@ def _matrix(tensor: Tensor) -> tuple[int, int]:
 
 
 def _split_linears(model: nn.Module, keep: Collection[str]) -> tuple[set[str], set[str]]:
-    """Names of the weights to write in FP8, and of the linear layers that are not: head and `keep`."""
+    """Split linear layers of Hugging Face weights: names of those to write in FP8, and of the linear layers that are
+    not: head and `keep`."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     high = kept_names(linears, keep) | {name for name in linears if not name.startswith("model.layers.")}
     return {f"{name}.weight" for name in linears - high}, high
 
 
 def _stored_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their stored names; of tied ones the first name only. Projections to a
-    teacher's hidden values are of the run, not of the model."""
+    """State to store as Hugging Face weights: parameters and persistent buffers under their stored names; of tied ones
+    the first name only. Projections to a teacher's hidden values are of the run, not of the model."""
     seen: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     own = {name: tensor for name, tensor in state.items() if not name.startswith(f"{HIDDEN_LOSS}.")}
@@ -290,7 +293,7 @@ def _stored_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _may_ignore(name: str, model: Model, folder: Path | str) -> bool:
-    """True if a stored tensor that the model has no place for cannot change its logits."""
+    """True if a Hugging Face folder's weight that the decoder has no place for cannot change its logits."""
     if name == "lm_head.weight" and model.config.tie_embeddings:
         return True
     if _HARMLESS.search(name):
@@ -303,7 +306,7 @@ def _may_ignore(name: str, model: Model, folder: Path | str) -> bool:
 
 
 def _copy_slices(reader: Any, name: str, target: Tensor, first_row: int) -> None:
-    """Copy a stored tensor, from a row on, into `target`, at most SLICE_BYTES of it at a time."""
+    """Copy slices of a Hugging Face weight, from a row on, into `target`, at most SLICE_BYTES of it at a time."""
     if target.dim() == 0:
         target.copy_(reader.get_tensor(name))
         return

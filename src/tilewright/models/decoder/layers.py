@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         """A norm that adds 8-bit copies for the layers that read it. Set by `precision.convert`."""
 
     def forward(self, x: Tensor) -> Tensor | WithCopies:
-        """x [..., D] any float dtype -> the same."""
+        """RMSNorm of the decoder: x [..., D] any float dtype -> the same."""
         if self.quantizing is not None:
             return self.quantizing(x, self.weight, self.eps)
         return self.kernels.rms_norm(x, self.weight, self.eps)
@@ -56,21 +56,21 @@ class MLP(nn.Module):
         """SwiGLU that adds 8-bit copies for the last layer. Set by `precision.convert`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
+        """SwiGLU MLP of the decoder: x [..., D] -> [..., D]."""
         swiglu = self.quantizing or self.kernels.swiglu
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def readers(self) -> list[nn.Linear]:
-        """The layers that read this module's input."""
+        """The layers of the decoder that read the input of an MLP."""
         return [self.gate_proj, self.up_proj]
 
     def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
-        """The linear layers that read what SwiGLU makes: see `Block.quantized_readers`."""
+        """The linear layers of the decoder that read what SwiGLU makes: see `Block.quantized_readers`."""
         yield self, "swiglu", [self.down_proj]
 
 
 def rope_angles(positions: Tensor, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angle of each position and pair.
+    """Rotary angles of the decoder: cosine and sine of each position and pair.
 
     Pair i of R/2 turns by position * theta^(-2i/R). The frequencies are computed here, not kept in a buffer, so a
     model on the meta device has nothing to restore.
@@ -95,25 +95,26 @@ class StreamSlices(Protocol):
     of rows. All ranks call each of these together. B rows, S positions, s of a slice, D model width."""
 
     def positions(self, length: int) -> int:
-        """s of a slice of S positions."""
+        """Slices of the decoder's stream: s positions of one, of S in all."""
         ...
 
     def enter(self, x_BSD: Tensor) -> Tensor:
-        """This rank's slice [B, s, D] of a stream that all have."""
+        """This rank's slice [B, s, D] of the decoder's stream that all have."""
         ...
 
     def leave(self, x_BsD: Tensor, length: int) -> Tensor:
-        """The stream [B, S, D] of all ranks; `length` is S."""
+        """The decoder's stream [B, S, D] of all ranks from slices; `length` is S."""
         ...
 
     def documents_of(self, segments_BS: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
-        """The slice of documents' numbers, below 0 where there is no token; None where there is one everywhere."""
+        """Slices of the decoder's stream: that of documents' numbers, below 0 where there is no token; None where there
+        is one everywhere."""
         ...
 
     def token_numbers(self, rows: int, device: torch.device) -> Tensor:
-        """The numbers [B * s] of the slice's tokens among the B * S of all."""
+        """Slices of the decoder's stream: the numbers [B * s] of a slice's tokens among the B * S of all."""
         ...
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, without a gradient."""
+        """The sum over ranks that have slices of the decoder's stream, without a gradient."""
         ...

@@ -31,7 +31,7 @@ class RunExperts(Protocol):
     """Some experts, each on its rows, with the keys of these where rows have some."""
 
     def __call__(self, rows: Sequence[Tensor], keys: Sequence[Tensor] | None = None, /) -> list[Tensor]:
-        """Rows [n, D] and keys [n] of each expert -> its result [n, D]."""
+        """Run experts (MoE): rows [n, D] and keys [n] of each -> its result [n, D]."""
         ...
 
 
@@ -66,7 +66,7 @@ class Router(nn.Module):
         Set around a layer, by `SameChoices` and `memory.layer_major.replay`."""
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""
+        """Router of MoE: x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""
         scores_NE = self.kernels.linear(x_ND.float(), self.weight).sigmoid()
         if self.choices is None:
             experts_NK = self._choose(scores_NE)
@@ -83,7 +83,7 @@ class Router(nn.Module):
         return choice_NE.topk(self.num_chosen, dim=-1, sorted=False).indices
 
     def _limit_groups(self, choice_NE: Tensor) -> Tensor:
-        """Minus infinity for experts outside the groups that a token may route to."""
+        """Limit the groups of a MoE router: minus infinity for experts outside of those that a token may route to."""
         choice_NGE = choice_NE.unflatten(-1, (self.num_groups, -1))
         best = choice_NGE.topk(min(2, choice_NGE.shape[-1]), dim=-1).values.sum(-1)
         groups = best.topk(self.num_limited_groups, dim=-1, sorted=False).indices
@@ -92,7 +92,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalanced(self, load_E: Tensor) -> Tensor:
-        """The bias, raised by `balance_rate` for experts with less than the mean load, lowered for the others."""
+        """The bias of a MoE router, rebalanced: raised by `balance_rate` for experts with less than the mean load,
+        lowered for the others."""
         return self.e_score_correction_bias + self.balance_rate * torch.sign(load_E.mean() - load_E)
 
     def extra_repr(self) -> str:
@@ -115,7 +116,7 @@ class SameChoices:
         self._experts_NK: Tensor | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """function(*args)."""
+        """The same choices of experts (MoE) in a second run: function(*args)."""
         before = self._router.choices
 
         def choice(choose: Callable[[], Tensor]) -> Tensor:
@@ -185,7 +186,8 @@ class MoE(nn.Module):
     def run_experts(
         self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, token_N: Tensor | None = None
     ) -> Tensor:
-        """Run each token's experts, and sum their weighted results. Not for compiled code: shapes depend on the data.
+        """Run each token's experts (MoE), and sum their weighted results. Not for compiled code: shapes depend on the
+        data.
 
         Args:
             x_ND: tokens.
@@ -212,8 +214,8 @@ class MoE(nn.Module):
         return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
 
     def _keys(self, experts_NK: Tensor, token_N: Tensor | None) -> Tensor:
-        """A random int32 [N, K] for each token and expert, a function of one draw, the token's number and the expert:
-        the same wherever the two meet, and whatever other tokens do."""
+        """Keys for dropout in MoE: a random int32 [N, K] for each token and expert, a function of one draw, the token's
+        number and the expert: the same wherever the two meet, and whatever other tokens do."""
         num_tokens, device = len(experts_NK), experts_NK.device
         draw = torch.randint(-(2**31), 2**31 - 1, (), dtype=torch.int32, device=device)
         numbers_N = torch.arange(num_tokens, device=device) if token_N is None else token_N
@@ -222,7 +224,8 @@ class MoE(nn.Module):
     def _run_held(
         self, mean_rows: int, rows: Sequence[Tensor], keys: Sequence[Tensor] | None = None, /
     ) -> list[Tensor]:
-        """The experts that are here, each on its rows. `mean_rows`: of one, if all ranks' experts had as many."""
+        """Run the held experts (MoE) that are here, each on its rows. `mean_rows`: of one, if all ranks' experts had as
+        many."""
         if self.expert_runner is not None and self.expert_runner.fits(self.experts):
             return self.expert_runner(rows, list(self.experts))
         return self._run_one_by_one(mean_rows, rows, keys)
@@ -248,8 +251,8 @@ class MoE(nn.Module):
 
 
 def _row_multiple(mean_rows: int, device_type: str) -> int:
-    """The number of which the rows of an expert are a multiple after padding: on a CPU about a quarter of the mean
-    load, else 1.
+    """Row multiple in MoE: the number of which the rows of an expert are a multiple after padding: on a CPU about a
+    quarter of the mean load, else 1.
 
     oneDNN prepares and keeps code for every new shape (0.25 MB and a millisecond each), and unpadded loads are a new
     shape each time: memory grew by 100 MiB per step, and half of the time went there. So the mean is that of even
@@ -259,7 +262,7 @@ def _row_multiple(mean_rows: int, device_type: str) -> int:
 
 
 def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int, key_N: Tensor | None = None) -> Tensor:
-    """expert(x), computed with zero rows at the end up to a multiple."""
+    """Run an expert (MoE) padded: expert(x), computed with zero rows at the end up to a multiple."""
     num_rows = len(x_ND)
     if not num_rows:  # what is kept of a view of no rows is all rows
         x_ND = x_ND.clone()
@@ -270,7 +273,7 @@ def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int, key_N: Tensor | 
 
 @contextmanager
 def _keyed(expert: nn.Module, key_N: Tensor | None) -> Iterator[None]:
-    """Inside, each layer of an expert has keys of its own of the rows that it runs on (`row_keys`)."""
+    """Inside, each layer of an expert (MoE) has keys of its own of the rows that it runs on (`row_keys`)."""
     layers: list[Any] = []
     if key_N is not None:
         layers += expert.children()
@@ -284,7 +287,7 @@ def _keyed(expert: nn.Module, key_N: Tensor | None) -> Iterator[None]:
 
 
 def permuted(x_ND: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Rows in another order. `inverse` is the order that takes them back."""
+    """Rows of MoE in another order. `inverse` is the order that takes them back."""
     return x_ND.index_select(0, order) if in_func_transform() else _Permute.apply(x_ND, order, inverse)
 
 

@@ -32,7 +32,7 @@ class Teaching(NamedTuple):
 
 
 def divergences(theirs_CV: Tensor, ours_CV: Tensor, name: str) -> Tensor:
-    """The divergence of each row [C, 1], from log-probabilities.
+    """Divergences of teacher and student at each row [C, 1], from log-probabilities.
 
     Args:
         theirs_CV: log p.

@@ -26,7 +26,7 @@ def loss_beside_hidden(
     place: tuple[nn.Module, str],
     batch: Mapping[str, Tensor],
 ) -> LossOutput:
-    """The loss of a batch with that of all pairs of layers.
+    """The loss of a foreign model's batch with that of all pairs of hidden values.
 
     Args:
         forward: the loss of a batch without hidden values; it calls each layer once.
@@ -59,7 +59,7 @@ def call_layer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Tensor | None]:
-    """The results of a layer, and what its attention gave out, where that is learned.
+    """Call a layer of a foreign model: the results, and what its attention gave out, where that is learned.
 
     Args:
         hidden_loss: of the pairs; None: no layer learns.
@@ -78,7 +78,8 @@ def call_layer(
 def learned(
     hidden_loss: HiddenLoss | None, index: int, x_BSD: Tensor, given_BSD: Tensor | None, context: LayerContext
 ) -> Tensor:
-    """The output of a layer; backward adds the gradient of its loss, if it has one. Outside of autocast.
+    """Learned hidden values of a foreign layer: its output; backward adds the gradient of its loss, if it has one.
+    Outside of autocast.
 
     Args:
         hidden_loss: of the pairs; None: no layer learns.
@@ -94,5 +95,5 @@ def learned(
 
 
 def without_values(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch without what its layers learn."""
+    """A batch for a foreign model without the hidden values that its layers learn."""
     return {name: tensor for name, tensor in batch.items() if name != VALUES}

@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(section: DistillSection) -> tuple[Pair, ...]:
-    """All pairs of a recipe, those of one target behind each other.
+    """All pairs of hidden layers of a recipe, those of one target behind each other.
 
     Example:
         >>> pairs_of(DistillSection(hidden={"1": 3}, attention={"0": 2}))
@@ -99,11 +99,12 @@ class HiddenLoss(nn.Module):
         )
 
     def reads_attention(self, layer: int) -> bool:
-        """True if what the attention of a layer gives out is learned."""
+        """True if hidden values that attention of a layer gives out are learned."""
         return ("attention", layer) in self._places
 
     def forward(self, layer: int, x_BSD: Tensor, given_BSD: Tensor | None, context: LayerContext) -> Tensor:
-        """The stream as it is; backward adds the gradient of the losses of a layer's pairs to its gradient.
+        """Forward with hidden values to learn: the stream as it is; backward adds the gradient of the losses of a
+        layer's pairs to its gradient.
 
         Args:
             layer: of the student, just run.
@@ -138,7 +139,7 @@ class HiddenLoss(nn.Module):
         return apart_BSE.square().sum(-1) / size_BS.masked_fill(~says_BS, 1.0)
 
     def added(self, out: LossOutput, context: LayerContext) -> LossOutput:
-        """The loss of a batch with that of all pairs, after all layers have run.
+        """The loss of a batch with that of all pairs of hidden layers, after all layers have run.
 
         Args:
             out: loss of the student's head.
@@ -157,7 +158,8 @@ class HiddenLoss(nn.Module):
 
 
 def of_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of a context for `HiddenLoss`; none of a batch without a teacher's hidden values."""
+    """Hidden values in a batch: the entries of a context for `HiddenLoss`; none of a batch without a teacher's hidden
+    values."""
     if VALUES not in batch:
         return {}
     values, labels = batch[VALUES], batch["labels"]
@@ -168,7 +170,8 @@ def of_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_stream(x: Any, like_BS: Tensor, width: int, target: Target, whose: str) -> None:
-    """Raise where what a layer gives out has not one vector per position, as where a model has several streams.
+    """Check the stream whose hidden values are learned: raise where what a layer gives out has not one vector per
+    position, as where a model has several streams.
 
     Args:
         x: what it gave.
@@ -222,7 +225,7 @@ class _Noted(torch.autograd.Function):
 
 @contextmanager
 def captured(modules: Mapping[K, nn.Module]) -> Iterator[dict[K, Tensor]]:
-    """Inside, what some modules give out when they run, of several results the first.
+    """Captured hidden values: inside, what some modules give out when they run, of several results the first.
 
     Args:
         modules: by the names that they have in what is returned.
@@ -248,7 +251,7 @@ def captured(modules: Mapping[K, nn.Module]) -> Iterator[dict[K, Tensor]]:
 
 
 def with_projections(values: InitialValues, seed: int, *, alike: bool) -> InitialValues:
-    """Initial values of a model, and of its projections.
+    """Initial values of a model with the projections of its hidden values.
 
     Args:
         values: of everything else.

@@ -20,7 +20,8 @@ def kept_loss(
     theirs_CG: Tensor,
     how: Teaching,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of some rows: (1 - weight) cross-entropy + weight T^2 divergence, summed over targets.
+    """Loss on kept tokens of a teacher, of some rows: (1 - weight) cross-entropy + weight T^2 divergence, summed over
+    targets.
 
     The gradient is made with the loss, from one exponential of the logits (two at another temperature than 1).
 

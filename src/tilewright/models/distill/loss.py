@@ -39,17 +39,18 @@ TOLD = ("cross_entropy", "distillation")
 
 
 def how(temperature: float, weight: float, divergence: str) -> Tensor:
-    """The entry `HOW` of a batch."""
+    """How a batch's distillation loss is made: the entry `HOW`."""
     return torch.tensor([temperature, weight, DIVERGENCES.index(divergence)], dtype=torch.float32)
 
 
 def is_taught(batch: Mapping[str, Tensor]) -> bool:
-    """True if a batch carries what a teacher makes of it."""
+    """True if a batch carries a teacher's values for a distillation loss."""
     return HOW in batch
 
 
 def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[str, Tensor]) -> LossOutput:
-    """Loss of a head that is one matmul: cross-entropy, or the mixture where the batch carries a teacher.
+    """Loss of a batch, with distillation perhaps, by a head that is one matmul: cross-entropy, or the mixture where the
+    batch carries a teacher.
 
     Args:
         kernels: of the model.
@@ -84,7 +85,8 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
 def _output(
     loss_sum: Tensor, sums_2: Tensor, each: Sequence[Tensor], batch: Mapping[str, Tensor], weight: float
 ) -> LossOutput:
-    """With the sums of cross-entropy and divergence, and both of each row in chunks [C, 2]."""
+    """Output of a distillation loss with the sums of cross-entropy and divergence, and both of each row in chunks [C,
+    2]."""
     count = (batch["labels"] != IGNORED_LABEL).sum()
     entropy, divergence = sums_2 / count.clamp_min(1)
     each_N2 = torch.cat(tuple(each))
@@ -99,7 +101,7 @@ def _from_tokens(
     batch: Mapping[str, Tensor],
     how: Teaching,
 ) -> LossOutput:
-    """The same from tokens of the teacher that were kept; inputs and labels in chunks."""
+    """Distillation loss from tokens of the teacher that were kept; inputs and labels in chunks."""
     rows = len(labels[0]) if labels else 1
     tokens, logs = (batch[name].flatten(0, 1).split(rows) for name in (TOKENS, LOGS))
     # A single chunk is what may be alive: its gradient is kept until backward, and nothing is made twice.
@@ -134,8 +136,8 @@ def _chunk(
     head_VE: Tensor,
     how: Teaching,
 ) -> tuple[Tensor, Tensor]:
-    """[cross-entropy, T^2 divergence] of some rows, each summed over targets, FP32; and of each row [C, 2] without a
-    gradient."""
+    """Distillation loss of a chunk: [cross-entropy, T^2 divergence] of some rows, each summed over targets, FP32; and
+    of each row [C, 2] without a gradient."""
     ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
     logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
     entropy, entropy_C = summed_and_each(logits_CV, labels_C)

@@ -25,7 +25,7 @@ _LEAST = 1e-14
 
 
 def sample_tokens(log_CV: Tensor, top_k: int, numbers_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of each position, no two alike.
+    """Sampled tokens of a teacher at each position, no two alike.
 
     Args:
         log_CV: log-probabilities, FP32.
@@ -61,17 +61,18 @@ def sample_tokens(log_CV: Tensor, top_k: int, numbers_C: Tensor) -> tuple[Tensor
 
 
 def normalized(logs_CG: Tensor) -> Tensor:
-    """Log-probabilities of kept tokens with weights that add up to one: those that were rounded on disk do not."""
+    """Log-probabilities of sampled, kept tokens with weights that add up to one: those that were rounded on disk do
+    not."""
     return logs_CG - weights(logs_CG).log().logsumexp(-1, keepdim=True)
 
 
 def weights(logs_CG: Tensor) -> Tensor:
-    """Weights of kept tokens [C, K]."""
+    """Weights of sampled, kept tokens [C, K]."""
     return torch.maximum(logs_CG[:, :-1], logs_CG[:, -1:]).exp()
 
 
 def forward_divergence(theirs_CG: Tensor, ours_CG: Tensor) -> Tensor:
-    """An estimate of the forward divergence at each position [C, 1], which may be below zero.
+    """From sampled tokens, an estimate of the forward divergence at each position [C, 1], which may be below zero.
 
     Args:
         theirs_CG: of `sample_tokens`.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def top_k_of(log_CV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens.
+    """The top K, a teacher's likeliest tokens.
 
     Args:
         log_CV: log-probabilities, FP32.

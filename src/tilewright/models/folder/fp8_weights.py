@@ -52,7 +52,7 @@ class StoredWeight:
 
     @property
     def scale_name(self) -> str:
-        """Name of the scales."""
+        """Name of the scales of an FP8 weight in a folder."""
         return self.name + SCALE_SUFFIX
 
 
@@ -110,7 +110,7 @@ def _orphans(stored: Mapping[str, StoredTensor], scales: set[str]) -> Iterator[P
 
 
 def _scale_problem(name: str, qdata: StoredTensor, stored: Mapping[str, StoredTensor], tile: Tile) -> Problem | None:
-    """The reason why a weight's scale cannot be used."""
+    """The problem of an FP8 weight's scale: why it cannot be used."""
     scale = stored.get(name + SCALE_SUFFIX)
     if len(qdata.shape) != 2:
         return Problem(
@@ -200,7 +200,7 @@ def _nan_error(weight: StoredWeight, qdata: Tensor, start: int) -> CheckpointErr
 def copy_weight(
     weight: StoredWeight, target_NK: Tensor, target_scale: Tensor | None = None, *, first_row: int = 0
 ) -> None:
-    """Copy a stored weight, or some rows, into a tensor: its values, or codes and scales as they are.
+    """Copy a stored FP8 weight, or some rows, into a tensor: its values, or codes and scales as they are.
 
     Args:
         weight: what to read.
@@ -240,11 +240,11 @@ class LazyWeight:
         self.weight, self.faults = weight, faults
 
     def get_shape(self) -> list[int]:
-        """[N, K]."""
+        """Shape of a lazily read FP8 weight, [N, K]."""
         return list(self.weight.qdata.shape)
 
     def get_dtype(self) -> str:
-        """The dtype of the values."""
+        """The dtype of the values of a lazily read FP8 weight."""
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -272,13 +272,13 @@ def encode_weight(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
 
 
 def kept_names(names: Iterable[str], keep: Iterable[str]) -> set[str]:
-    """The module names that a glob of `keep` matches."""
+    """The module names kept out of FP8 in a folder: those that a glob of `keep` matches."""
     patterns = tuple(keep)
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def warn_of_ragged(shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Say which weights transformers (seen in 5.23) cannot decode on a machine without a GPU.
+    """Warn of ragged FP8 weights: say which transformers (seen in 5.23) cannot decode on a machine without a GPU.
 
     It takes the block from shape / grid, which is right only where the blocks have one size.
     """
@@ -292,14 +292,14 @@ def warn_of_ragged(shapes: Mapping[str, tuple[int, int]]) -> None:
 
 
 def has_even_blocks(shape: tuple[int, int]) -> bool:
-    """True if the blocks of a weight are all of one size: a single one, or full ones."""
+    """True if the blocks of an FP8 weight are even, all of one size: a single one, or full ones."""
     sides = zip(shape, BLOCK_TILE.grid(shape), (BLOCK_TILE.rows, BLOCK_TILE.cols), strict=True)
     return all(blocks == 1 or size == blocks * full for size, blocks, full in sides)
 
 
 @torch.no_grad()
 def encode_folder(folder: Path, coded: Collection[str], rest: torch.dtype) -> None:
-    """Store matrices in FP8 in a model folder that transformers wrote: rewrite it file by file.
+    """Encode a folder in FP8: store matrices so in one that transformers wrote: rewrite it file by file.
 
     Args:
         folder: holds safetensors, and an index where there are several.

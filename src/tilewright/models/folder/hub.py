@@ -37,14 +37,16 @@ class Hub:
         self._hub = _package(repo)
 
     def cached(self, revision: str) -> Path | None:
-        """The folder of a revision ("": main) as it was last seen; None where the cache has no configuration of it."""
+        """The hub's cached folder of a revision ("": main) as it was last seen; None where the cache has no
+        configuration of it."""
         file = self._hub.try_to_load_from_cache(
             self.repo, "config.json", cache_dir=self.cache, revision=revision or None
         )
         return Path(file).parent if isinstance(file, str) else None
 
     def download(self, revision: str, weights: bool) -> Path:
-        """Bring the cache to what the hub has, or say that it cannot be asked; the folder, which may lack files.
+        """Download from the hub: bring the cache to what it has, or say that it cannot be asked; the folder, which may
+        lack files.
 
         Raises:
             CheckpointError: see `resolve.find_model`.
@@ -174,7 +176,8 @@ def _package(repo: str) -> Any:
 
 
 def _small_files(files: Iterable[str]) -> list[str]:
-    """Configuration, tokenizer and templates, of the top of the repository; formats without a tokenizer.json too."""
+    """Small files of a hub's repository: configuration, tokenizer and templates, of its top; formats without a
+    tokenizer.json too."""
     files = list(files)
     wanted = [name for name in files if "/" not in name and name.endswith((".json", ".jinja"))]
     wanted += [name for name in files if name.startswith(_TEMPLATES) and name.endswith(".jinja")]
@@ -184,7 +187,7 @@ def _small_files(files: Iterable[str]) -> list[str]:
 
 
 def _literally(name: str) -> str:
-    """A file's name as a pattern that means it alone."""
+    """A hub file's name as a pattern that means it alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
@@ -193,13 +196,13 @@ def _disk_is_full(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """Of the hub's answer; None where it gave none."""
+    """Status of the hub's answer; None where it gave none."""
     response = getattr(error, "response", None)
     return None if response is None else response.status_code
 
 
 def _reason(error: Exception) -> str:
-    """The status of an answer, or the first line of what went wrong."""
+    """Why the hub failed: the status of an answer, or the first line of what went wrong."""
     if (status := _status(error)) is not None:
         return f"the hub answers {status}"
     lines = str(error).strip().splitlines()

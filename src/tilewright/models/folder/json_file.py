@@ -9,7 +9,7 @@ from tilewright.core.errors import CheckpointError
 
 
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
-    """A JSON object from a model folder.
+    """Read a JSON object (file) from a model folder.
 
     Raises:
         CheckpointError: no such folder or file, or the file is not a JSON object.
@@ -51,7 +51,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
+    """Write a JSON object (file), whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     partial.replace(path)

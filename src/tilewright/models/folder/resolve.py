@@ -26,7 +26,7 @@ class FoundModel:
 
 
 def is_hub_name(name: str) -> bool:
-    """True if a name that is no folder here is of the form of a repository.
+    """True if a name to resolve that is no folder here is of the form of a hub's repository.
 
     Example:
         >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("Qwen/Qwen3-0.6B@main"), is_hub_name("/models/qwen")
@@ -36,7 +36,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Repository and revision of a hub's name; no revision: "".
+    """Split a name of the hub to resolve it: repository and revision; no revision: "".
 
     Example:
         >>> split_name("Qwen/Qwen3-0.6B@main")
@@ -47,12 +47,12 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_pinned(name: str) -> bool:
-    """True if a hub's name has the hash of a revision, which never means other files."""
+    """Resolved for good: true if a hub's name has the hash of a revision, which never means other files."""
     return _HASH.fullmatch(split_name(name)[1]) is not None
 
 
 def find_model(name: str, *, weights: bool = True, endpoint: str | None = None, cache: str | None = None) -> FoundModel:
-    """The folder of a model, downloaded first where the cache has not all of it.
+    """Resolve the folder of a model, downloaded first where the cache has not all of it.
 
     Of a repository come its configuration, tokenizer and chat templates, and weights in safetensors. Files in formats
     that can hold code are never downloaded. Where the hub cannot be reached the cache is used, and that is said.
@@ -87,7 +87,8 @@ def find_model(name: str, *, weights: bool = True, endpoint: str | None = None, 
 
 
 def local_folder(name: str) -> str:
-    """The folder of a model that stands in a recipe, where the run has found it before: nothing is asked for its sake.
+    """Resolve without the hub: the folder of a model that stands in a recipe, where the run has found it before:
+    nothing is asked for its sake.
 
     Args:
         name: a folder, or a hub's name; "" stays "".
@@ -102,7 +103,7 @@ def local_folder(name: str) -> str:
 
 
 def missing_files(folder: Path, weights: bool) -> list[str]:
-    """Names of the files that the folder of a model lacks."""
+    """Missing files: names of those that the resolved folder of a model lacks."""
     if not (folder / "config.json").is_file():
         return ["config.json"]
     names = weight_files(folder) if weights else []

@@ -33,7 +33,7 @@ class _Call:
     """Shapes of all outputs."""
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument."""
+        """Get an argument of a call that is replayed row-wise."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
 
@@ -45,7 +45,7 @@ class Recorded(Tensor):
 
     @classmethod
     def stored(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> "Recorded":
-        """A tensor of the meta device that stands for a stored one."""
+        """A tensor of the meta device that stands for a stored one, recorded to be computed row-wise."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         tensor.made = name
         return tensor
@@ -67,7 +67,7 @@ class Recorded(Tensor):
 
 
 def read_rows(tensor: Recorded, start: int, stop: int, read: Read) -> Tensor:
-    """Read rows `start` to `stop` - 1 of a tensor that is computed from stored ones.
+    """Read row-wise: rows `start` to `stop` - 1 of a tensor that is computed from stored ones.
 
     Args:
         tensor: of at least one dimension.

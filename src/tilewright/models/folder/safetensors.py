@@ -68,7 +68,7 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files of weights, as the index says where there is one."""
+    """Names of safetensors files of weights, as the index says where there is one."""
     if not (folder / INDEX).is_file():
         return [SINGLE]
     weight_map = read_json(folder, INDEX).get("weight_map")
@@ -77,7 +77,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _file_names(folder: Path, weight_map: Any) -> set[str]:
-    """The files of an index.
+    """The files of a safetensors index.
 
     Raises:
         CheckpointError: it is no table of names, or names something else than files of its own folder.
@@ -98,7 +98,7 @@ def _file_names(folder: Path, weight_map: Any) -> set[str]:
 def mismatch_error(
     folder: Path | str, missing: Iterable[str], extra: Iterable[str], wrong: Mapping[str, str]
 ) -> CheckpointError:
-    """The error that lists every name that does not fit: missing, unexpected, of wrong shape."""
+    """The error on safetensors that lists every name that does not fit: missing, unexpected, of wrong shape."""
     missing, extra = sorted(missing), sorted(extra)
     parts = []
     if missing:
@@ -117,7 +117,8 @@ def mismatch_error(
 
 
 def check_no_adapters(state: Mapping[str, Tensor], folder: Path | str) -> None:
-    """Raise where a model holds adapters or frozen FP8 weights, which a folder of whole weights has no names for.
+    """Check before safetensors are written: raise where a model holds adapters or frozen FP8 weights, which a folder of
+    whole weights has no names for.
 
     Raises:
         CheckpointError: it does.
@@ -153,7 +154,8 @@ def open_file(file: Path) -> Any:
 
 
 def summary(names: Iterable[str]) -> str:
-    """Names, those that differ by layer or expert number folded: `model.layers.*.mlp.up_proj.weight (12)`."""
+    """A summary of names in safetensors, those that differ by layer or expert number folded:
+    `model.layers.*.mlp.up_proj.weight (12)`."""
     folded: dict[str, list[str]] = {}
     for name in names:
         folded.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)

@@ -7,8 +7,8 @@ from torch import nn
 
 
 def attention_in(net: nn.Module, layer: nn.Module) -> nn.Module | None:
-    """The module whose first result is what the layer's attention gives out, of which a model's class says
-    "attentions"; None where that is none of the layer's modules, or several.
+    """The attention of a Hugging Face layer: the module whose first result is what the layer's attention gives out, of
+    which a model's class says "attentions"; None where that is none of the layer's modules, or several.
 
     Args:
         net: of transformers.
@@ -32,7 +32,8 @@ def attention_in(net: nn.Module, layer: nn.Module) -> nn.Module | None:
 
 
 def _targets(said: Any) -> Iterator[tuple[type[nn.Module], str]]:
-    """Classes of modules, each with a part of their names: of a class, of a recorder of outputs, or of several."""
+    """Targets of recorders of attentions: classes of modules, each with a part of their names: of a class, of a
+    recorder of outputs, or of several."""
     for one in said if isinstance(said, (list, tuple)) else (said,):
         made = getattr(one, "target_class", one)
         if isinstance(made, type):

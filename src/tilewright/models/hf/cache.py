@@ -45,7 +45,7 @@ class HFCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the key/value cache's tensors."""
+        """Bytes of the tensors of a Hugging Face key/value cache."""
         return sum(map(_held_bytes, self._layers))
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
@@ -63,23 +63,25 @@ class HFCache:
 
     @property
     def takes_pieces(self) -> bool:
-        """True if several tokens may follow those in the cache in one pass: see `protocols.KeyValueCache`."""
+        """True if several tokens may follow those in the Hugging Face cache in one pass: see
+        `protocols.KeyValueCache`."""
         return self._pieces()
 
     def joined(self, rest: Sequence["HFCache"], width: int) -> JoinedHFCache | None:
-        """One cache of several, each of one row; see `protocols.KeyValueCache`."""
+        """One Hugging Face cache of several, each of one row; see `protocols.KeyValueCache`."""
         return JoinedHFCache((self, *rest), width) if self._joins() else None
 
 
 def _held_bytes(layer: Any) -> int:
-    """Of the memory behind a layer's tensors: some may be views of a part, and states stand by number."""
+    """Held bytes of a Hugging Face cache: of the memory behind a layer's tensors: some may be views of a part, and
+    states stand by number."""
     held = [*vars(layer).values()]
     held += [state for states in held if isinstance(states, dict) for state in states.values()]
     return sum(t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor))
 
 
 def cache_name(net: "PreTrainedModel") -> str | None:
-    """The name of the model's cache, as an argument and in its output; None where it takes none.
+    """The name of a Hugging Face model's cache, as an argument and in its output; None where it takes none.
 
     `cache` from transformers 5.24 on, `past_key_values` before.
     """
@@ -88,7 +90,8 @@ def cache_name(net: "PreTrainedModel") -> str | None:
 
 
 def next_logits(net: "PreTrainedModel", input_ids_BS: Tensor, cache: HFCache | JoinedHFCache | None) -> Tensor:
-    """FP32 logits [B, V] of the token after each row; see `protocols.Model.next_token_logits`."""
+    """Next logits with a Hugging Face cache: FP32 [B, V] of the token after each row; see
+    `protocols.Model.next_token_logits`."""
     takes = inspect.signature(net.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # all logits of a prompt may be gigabytes
     if cache is None:
@@ -110,7 +113,7 @@ def next_logits(net: "PreTrainedModel", input_ids_BS: Tensor, cache: HFCache | J
 
 @torch.no_grad()
 def why_no_cache(net: "PreTrainedModel", vocab_size: int) -> str | None:
-    """Why the model's key/value cache cannot be used, or None where it gives what whole rows give."""
+    """Why a Hugging Face model's key/value cache cannot be used, or None where it gives what whole rows give."""
     name = type(net).__name__
     if cache_name(net) is None:
         return f"{name} takes none"
@@ -136,8 +139,8 @@ def why_no_cache(net: "PreTrainedModel", vocab_size: int) -> str | None:
 
 @torch.no_grad()
 def why_no_pieces(net: "PreTrainedModel", vocab_size: int) -> str | None:
-    """Why a row cannot be run in pieces of several tokens, or None where these give what the whole row gives: many
-    layers that keep a state begin with an empty one in each pass of more than one token."""
+    """Why with a Hugging Face cache a row cannot be run in pieces of several tokens, or None where these give what the
+    whole row gives: many layers that keep a state begin with an empty one in each pass of more than one token."""
     name = type(net).__name__
     ids_BS = torch.arange(2, 18, device=net.device)[None] * 7 % vocab_size
     with evaluation(net):
@@ -154,7 +157,7 @@ def why_no_pieces(net: "PreTrainedModel", vocab_size: int) -> str | None:
 
 
 def _continued(net: "PreTrainedModel", ids_BS: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Logits [V] after a row that is handed over in pieces."""
+    """Logits [V] with a Hugging Face cache after a row that is handed over in pieces."""
     cache, end = HFCache(), 0
     for size in sizes:
         logits_BV = next_logits(net, ids_BS[:, end : end + size], cache)
@@ -164,7 +167,8 @@ def _continued(net: "PreTrainedModel", ids_BS: Tensor, sizes: Sequence[int]) -> 
 
 @torch.no_grad()
 def why_not_joined(net: "PreTrainedModel", vocab_size: int) -> str | None:
-    """Why rows of different lengths cannot run one token together, or None where each gives what it gives alone."""
+    """Why Hugging Face caches of rows of different lengths cannot run one token together, or None where each gives what
+    it gives alone."""
     reason = why_no_rows(net)
     if reason is not None:
         return reason

@@ -21,7 +21,8 @@ _BLOCK_BYTES = 64 * 2**20
 
 
 def converted_values(net: Any, stored: Mapping[str, StoredTensor], copy_stored: InitialValues) -> InitialValues | None:
-    """Reader of weights whose names or shapes transformers converts, from a folder; None where some are missing.
+    """Converted values: reader of weights whose names or shapes transformers converts, from a folder; None where some
+    are missing.
 
     Args:
         net: a `PreTrainedModel`, perhaps on the meta device, as transformers makes it.
@@ -60,7 +61,8 @@ def _copy_rows(source: Recorded, target: Tensor, first: int, read: Callable[[str
 
 
 def _follow(net: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Recorded]:
-    """The model's tensors as transformers (seen in 5.23) makes them of stored ones, by the model's names."""
+    """Follow transformers' conversion: the model's tensors as it (seen in 5.23) makes them of stored ones, by the
+    model's names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,

@@ -77,7 +77,8 @@ def plan_fp8(net: Any) -> Fp8Plan:
 
 
 def _check_readable(net: Any, skeleton: nn.Module) -> None:
-    """transformers (seen in 5.23) reads no FP8 folder of a model whose mapping splits a stored weight in several.
+    """Check that an FP8 folder is readable: transformers (seen in 5.23) reads none of a model whose mapping splits a
+    stored weight in several.
 
     Raises:
         CheckpointError: the model is such a one.
@@ -114,13 +115,14 @@ def _nothing_error(net: nn.Module, skeleton: nn.Module) -> CheckpointError:
 
 
 def _skeleton(net: Any) -> nn.Module:
-    """The model as its config makes it, on the meta device: with the classes that transformers looks at."""
+    """The skeleton of a model whose FP8 names are sought, as its config makes it, on the meta device: with the classes
+    that transformers looks at."""
     with torch.device("meta"):
         return type(net)(copy.deepcopy(net.config))
 
 
 def _convertible(skeleton: nn.Module) -> set[str]:
-    """The modules that transformers makes FP8 modules of unless config.json names them."""
+    """Convertible modules by FP8 names: those that transformers makes FP8 modules of unless config.json names them."""
     modules = dict(skeleton.named_modules())
     experts = {name for name in modules if _is_experts(name)}
     linears = {name for name, module in modules.items() if type(module) is nn.Linear}
@@ -158,7 +160,8 @@ def _num_scales(shape: tuple[int, ...]) -> int:
 
 
 def _read_elsewhere(net: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose weight the code of their parent reads: Mamba multiplies by `dt_proj.weight` itself.
+    """FP8 names that are read elsewhere: modules whose weight the code of their parent reads: Mamba multiplies by
+    `dt_proj.weight` itself.
 
     Nothing would decode such a weight where transformers keeps it in FP8.
     """
@@ -169,7 +172,8 @@ def _read_elsewhere(net: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
-    """Each X of an expression self.X.weight in the methods of a class; self.X.weight.dtype and the like apart."""
+    """Weights read by code, whose FP8 names do not hold: each X of an expression self.X.weight in the methods of a
+    class; self.X.weight.dtype and the like apart."""
     found = set()
     named = ((name, value) for owner in kind.__mro__ for name, value in vars(owner).items() if name != "__init__")
     for method in (inspect.unwrap(value) for _, value in named if callable(value)):
@@ -186,7 +190,8 @@ def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _experts_scales(name: str, experts: nn.Module, config: Any) -> dict[str, int]:
-    """The weights of stacked experts, [E, N, K] each, and their scales; empty where transformers has no such module."""
+    """FP8 names of stacked experts: their weights, [E, N, K] each, and their scales; empty where transformers has no
+    such module."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     own = {key: tuple(param.shape) for key, param in experts.named_parameters()}
@@ -211,7 +216,7 @@ class _Traced(Tensor):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "_Traced":
-        """A parameter of this name, in the shape of `tensor`."""
+        """A traced parameter of this FP8 name, in the shape of `tensor`."""
         traced = cls(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         traced.sources = frozenset((name,))
         return traced
@@ -227,7 +232,7 @@ class _Traced(Tensor):
 
 
 def _stored_pieces(net: Any) -> Mapping[str, dict[str, _Traced]]:
-    """For each parameter what the folder holds of it, under the names that transformers gives."""
+    """Stored pieces under FP8 names: for each parameter what the folder holds of it, as transformers names it."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {}
@@ -242,7 +247,8 @@ def _stored_pieces(net: Any) -> Mapping[str, dict[str, _Traced]]:
 
 
 def _fits(pieces: Mapping[str, _Traced], num_scales: int) -> bool:
-    """True if a parameter is in the folder in whole matrices of its own, with as many scales as it needs."""
+    """True if a parameter fits FP8 names: it is in the folder in whole matrices of its own, with as many scales as it
+    needs."""
     shapes = [tuple(piece.shape) for piece in pieces.values()]
     return (
         bool(pieces)
@@ -253,7 +259,8 @@ def _fits(pieces: Mapping[str, _Traced], num_scales: int) -> bool:
 
 
 def _skip_names(module: str, stored: Iterable[str], renamings: Iterable[Any]) -> set[str]:
-    """The name of a module in `modules_to_not_convert`, whose names transformers converts like those of weights."""
+    """Names to skip in FP8: that of a module in `modules_to_not_convert`, whose names transformers converts like those
+    of weights."""
     if _as_loaded(module, renamings) == module:
         return {module}
     owners = {name.rpartition(".")[0] for name in stored}
@@ -261,7 +268,7 @@ def _skip_names(module: str, stored: Iterable[str], renamings: Iterable[Any]) ->
 
 
 def _as_loaded(name: str, renamings: Iterable[Any]) -> str:
-    """A name of `modules_to_not_convert` as transformers reads it."""
+    """A name of `modules_to_not_convert` (not FP8) as transformers reads it."""
     name += "."
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)

@@ -56,7 +56,7 @@ class JoinedHFCache:
         return torch.tensor(lengths, device=device)[:, None]
 
     def advance(self) -> None:
-        """Count the token that all layers have written."""
+        """Advance joined rows: count the token that all layers have written."""
         for cache in self._caches:
             cache.length += 1
 
@@ -70,7 +70,7 @@ class _Pasts:
     def update(
         self, key_BHSD: Tensor, value_BHSD: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """New keys and values of all rows -> those of all positions, row by row."""
+        """Update joined rows: new keys and values of all -> those of all positions, row by row."""
         pairs = [
             past.update(key_BHSD[i : i + 1], value_BHSD[i : i + 1], layer_idx, *args, **kwargs)
             for i, past in enumerate(self._pasts)
@@ -82,7 +82,7 @@ class _Pasts:
 
 
 def why_no_rows(net: "PreTrainedModel") -> str | None:
-    """Why the model's attention cannot be asked to go row by row; None where it may."""
+    """Why rows cannot be joined: the model's attention cannot be asked to go row by row; None where it may."""
     name = type(net).__name__
     if "position_ids" not in inspect.signature(net.forward).parameters:
         return f"{name} takes no positions"
@@ -96,7 +96,7 @@ def why_no_rows(net: "PreTrainedModel") -> str | None:
 
 @contextmanager
 def row_attention(net: "PreTrainedModel") -> Iterator[None]:
-    """Inside, the model's layers call the attention that goes row by row."""
+    """Inside, the layers of a model with joined rows call the attention that goes row by row."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ROWS, _attention)
@@ -119,8 +119,8 @@ def row_attention(net: "PreTrainedModel") -> Iterator[None]:
 def _attention(
     module: nn.Module, query_BHSD: Tensor, key: list[Tensor], value: list[Tensor], attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The layer's usual attention, row by row; a row sees all that its cache returns (a window is cut there), so no
-    mask is needed."""
+    """The layer's usual attention over joined rows, row by row; a row sees all that its cache returns (a window is cut
+    there), so no mask is needed."""
     usual = _usual(module)
     rows = [usual(module, query_BHSD[i : i + 1], key[i], value[i], None, **kwargs)[0] for i in range(len(key))]
     return torch.cat([*rows, *rows[:1] * (len(query_BHSD) - len(rows))]), None

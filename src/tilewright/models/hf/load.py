@@ -53,7 +53,7 @@ def load_hf(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> HFModel:
-    """A Hugging Face model from a local folder, or from a transformers config object.
+    """Load a Hugging Face model from a local folder, or from a transformers config object.
 
     Args:
         path: folder with a config.json, and safetensors weights where they are loaded; or a `PreTrainedConfig`.
@@ -80,7 +80,7 @@ def load_hf(
 
 
 def hf_shapes(path: Path | str, task: Task) -> "PreTrainedModel":
-    """The transformers model of a folder without weights, for `row_lengths` and `trained_parts`.
+    """Load shapes: the Hugging Face model of a folder without weights, for `row_lengths` and `trained_parts`.
 
     Raises:
         As `load_hf`.
@@ -91,7 +91,8 @@ def hf_shapes(path: Path | str, task: Task) -> "PreTrainedModel":
 
 
 def whole_architecture(path: Path | str, task: Task) -> nn.Module | None:
-    """The architecture of a folder without a task, where transformers has it, for `trained_parts`.
+    """Load without weights the Hugging Face architecture of a folder without a task, where transformers has it, for
+    `trained_parts`.
 
     Raises:
         As `load_hf`.
@@ -106,7 +107,7 @@ def whole_architecture(path: Path | str, task: Task) -> nn.Module | None:
 
 
 def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:
-    """transformers' Auto class of a task, and the config of a folder."""
+    """transformers' Auto class to load a task with, and the config of a folder."""
     transformers = _transformers()
     config = _read_hf_config(transformers, path) if isinstance(path, (str, Path)) else path
     auto = getattr(transformers, AUTO_CLASSES[task])
@@ -123,7 +124,8 @@ def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def init_hf(model: HFModel, seed: int) -> None:
-    """Draw initial weights as transformers would, each module from a generator seeded by its name.
+    """Load a Hugging Face model with drawn weights as transformers would, each module from a generator seeded by its
+    name.
 
     It happens on the CPU, so that every device gets the same numbers; the model visits it for that.
     """
@@ -138,7 +140,8 @@ def init_hf(model: HFModel, seed: int) -> None:
 
 
 def weight_owners(net: nn.Module) -> dict[str, Any]:
-    """The transformers model that knows how to draw the weights of each module: the innermost one around it."""
+    """Owners of weights to draw for a Hugging Face model: the one that knows how to draw the weights of each module:
+    the innermost one around it."""
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {}
@@ -149,7 +152,8 @@ def weight_owners(net: nn.Module) -> dict[str, Any]:
 
 
 def draw_module(owner: Any, name: str, module: nn.Module, seed: int) -> None:
-    """Draw the weights of one module from the process' CPU generator, seeded by the module's name."""
+    """Draw the weights of one module of a loaded Hugging Face model from the process' CPU generator, seeded by the
+    module's name."""
     torch.default_generator.manual_seed(name_seed(seed, name))
     owner._init_weights(module)
 
@@ -174,7 +178,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _errors_only(*names: str) -> Iterator[None]:
-    """Loggers without their warnings."""
+    """Loggers without their warnings, while a Hugging Face model is loaded."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -202,7 +206,8 @@ def _read_hf_config(transformers: Any, path: Path | str) -> Any:
 
 @contextmanager
 def _of_config(path: Path | str | Any, model_type: Any, *more: type[Exception]) -> Iterator[None]:
-    """Turns errors of architectures on values that they do not take into an error of the folder.
+    """While a Hugging Face model is loaded, turns errors of architectures on values that they do not take into an error
+    of the folder.
 
     Args:
         path: of the folder; else nothing is changed.
@@ -256,7 +261,8 @@ def _load_weights(auto: Any, path: Path | str | Any, config: Any, dtype: torch.d
 
 
 def _check_safetensors(path: Path) -> None:
-    """Raise where the folder's weights are in another format, most of which are pickles: reading one runs it.
+    """Check a folder before loading it: raise where its weights are in another format than safetensors, most of which
+    are pickles: reading one runs it.
 
     Raises:
         CheckpointError: there is no safetensors file.
@@ -277,7 +283,8 @@ def _check_safetensors(path: Path) -> None:
 
 
 def _check_no_kernels(values: Any, file: Path) -> None:
-    """Raise where a config.json names kernels of the Hugging Face Hub, which transformers would download and run.
+    """Check a folder before loading it: raise where a config.json names kernels of the Hugging Face Hub, which
+    transformers would download and run.
 
     Raises:
         CheckpointError: it does.
@@ -303,7 +310,8 @@ def _check_no_kernels(values: Any, file: Path) -> None:
 
 
 def _fp8_weights(path: Path | str, config: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredWeight]]:
-    """The names that the folder holds, and its FP8 weights; nothing where transformers has another method for it.
+    """To load FP8: the names that the folder holds, and its FP8 weights; nothing where transformers has another method
+    for it.
 
     Looked at also where config.json names no method: transformers would take the codes for weights.
     """
@@ -322,7 +330,8 @@ def _load_fp8(
     coded: Mapping[str, StoredWeight],
     options: dict[str, Any],
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """FP8 weights decoded by ourselves, one at a time while transformers puts them where they belong.
+    """Load FP8 weights of a Hugging Face model decoded by ourselves, one at a time while transformers puts them where
+    they belong.
 
     transformers decodes ragged blocks wrongly where there is no GPU, and leaves weights in FP8 where there is one.
     """

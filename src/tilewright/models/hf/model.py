@@ -88,28 +88,28 @@ class HFModel(Model):
 
     @property
     def config(self) -> Any:
-        """The transformers config."""
+        """The transformers config of a Hugging Face model."""
         return self.net.config
 
     @property
     def head(self) -> nn.Module | None:
-        """The layer that transformers says makes logits; see `protocols.Model`."""
+        """The head of a Hugging Face model, the layer that transformers says makes logits; see `protocols.Model`."""
         return self.net.get_output_embeddings()
 
     @property
     def table(self) -> nn.Embedding:
-        """The embedding of tokens."""
+        """The embedding of tokens of a Hugging Face model."""
         return cast(nn.Embedding, self.net.get_input_embeddings())
 
     @property
     def max_positions(self) -> int | None:
-        """The most positions of a row, as config.json says; None where it does not; see `protocols.Model`."""
+        """A Hugging Face model's most positions of a row by config.json, or None; see `protocols.Model`."""
         found = getattr(self.config, "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
     @property
     def attention_blocks(self) -> tuple[int, ...]:
-        """0: transformers' attention computes all rows at once; see `protocols.Model`."""
+        """0 for a Hugging Face model: transformers' attention computes all rows at once; see `protocols.Model`."""
         return (0,) * (len(self.layers) or 1)
 
     @attention_blocks.setter
@@ -124,21 +124,21 @@ class HFModel(Model):
             )
 
     def tie_weights(self) -> None:
-        """Make one parameter of those that share their values: see `protocols.Model`."""
+        """Tie weights of a Hugging Face model: those that share their values; see `protocols.Model`."""
         self.net.tie_weights()
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model has an embedding for."""
+        """Tokens that the Hugging Face model has an embedding for."""
         return self.table.weight.shape[0]
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """The loss of a batch, by calling the model: hooks on it, such as the precision region of a third-party model,
-        take part."""
+        """The Hugging Face model's loss of a batch, by calling the model: hooks on it, such as the precision region of
+        a third-party model, take part."""
         return self(batch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """Cross-entropy summed over the targets of one micro-batch, in FP32.
+        """Forward of a Hugging Face model: cross-entropy summed over the targets of one micro-batch, in FP32.
 
         Args:
             batch: input_ids, labels (shifted for causal_lm), positions and segments, each [B, S]; or for
@@ -174,7 +174,7 @@ class HFModel(Model):
         return in_packed_rows(_of_logits(logits_BSV, labels_BS), batch)
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The head's input [B, S, D]; see `protocols.Model`."""
+        """The input of a Hugging Face model's head [B, S, D]; see `protocols.Model`."""
         style = self._input_style(packed="segments" in batch)
         check_taught(self.net, style, packed="segments" in batch)
         arguments = forward_arguments(
@@ -183,21 +183,21 @@ class HFModel(Model):
         return self.net.base_model(input_ids=batch["input_ids"], **arguments).last_hidden_state
 
     def logits(self, input_ids_BS: Tensor) -> Tensor:
-        """Logits [B, S, V]; see `protocols.Model`."""
+        """Logits [B, S, V] of a Hugging Face model; see `protocols.Model`."""
         return self.net(input_ids=input_ids_BS).logits
 
     def image_logits(self, pixels_B3HW: Tensor) -> Tensor:
-        """Logits [B, C] of images, as a batch has them (`pixel_values`)."""
+        """Logits [B, C] of images by a Hugging Face model, as a batch has them (`pixel_values`)."""
         return self.net(pixel_values=pixels_B3HW).logits
 
     def short_batch(self) -> dict[str, Tensor]:
-        """Two short rows of the kind that the model learns from, for trying something out."""
+        """Two short rows of the kind that the Hugging Face model learns from, for trying something out."""
         if self.task == "image_classification":
             return short_images(self.net.config, self.net.device, self.net.dtype)
         return short_texts(self.vocab_size, self.net.device)
 
     def new_cache(self, rows: int, length: int) -> HFCache | None:
-        """An empty cache, which grows as it is filled; see `protocols.Model`."""
+        """An empty cache of a Hugging Face model, which grows as it is filled; see `protocols.Model`."""
         if self._caches is None:
             reason = why_no_cache(self.net, self.vocab_size)
             if reason is not None:
@@ -222,13 +222,13 @@ class HFModel(Model):
         return self._pieces
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: HFCache | None = None) -> Tensor:
-        """FP32 logits [B, V] of the token after each row; see `protocols.Model`."""
+        """FP32 logits [B, V] of the token after each row by a Hugging Face model; see `protocols.Model`."""
         if self.task != "causal_lm":
             raise TypeError(f"a {self.task} model does not continue text")
         return next_logits(self.net, input_ids_BS, cache)
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
-        """FP32 logits [N, V] of the tokens after the wanted positions; see `protocols.Model`."""
+        """FP32 logits [N, V] after the wanted positions by a Hugging Face model; see `protocols.Model`."""
         if self.task != "causal_lm":
             raise TypeError(f"a {self.task} model does not continue text")
         arguments = forward_arguments(self.net)
@@ -238,11 +238,11 @@ class HFModel(Model):
         return cast(nn.Linear, self.head)(hidden_BSD[wanted_BS]).float()
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Nothing to do: transformers' models keep no state of their own between steps."""
+        """After a step of a Hugging Face model nothing is done: transformers' keep no state of their own."""
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
-        """The activations that all layers keep for backward. Settable; see `protocols.Model`."""
+        """The activations that all Hugging Face layers keep for backward. Settable; see `protocols.Model`."""
         return common_mode(self._checkpointing)
 
     @activation_checkpoint.setter
@@ -251,7 +251,7 @@ class HFModel(Model):
 
     @property
     def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
-        """The activations that each layer keeps for backward. Settable; see `protocols.Model`."""
+        """The activations that each Hugging Face layer keeps for backward. Settable; see `protocols.Model`."""
         return self._checkpointing
 
     @checkpointing.setter
@@ -283,7 +283,7 @@ class HFModel(Model):
 
     @property
     def checkpoint_inputs(self) -> CheckpointInputs:
-        """The form in which a layer that is recomputed whole keeps its input. Settable; see `protocols.Model`."""
+        """How a Hugging Face layer that is recomputed keeps its input. Settable; see `protocols.Model`."""
         return self._checkpoint_inputs
 
     @checkpoint_inputs.setter
@@ -294,7 +294,8 @@ class HFModel(Model):
         self.checkpointing = self._checkpointing
 
     def _keep_codes(self) -> None:
-        """Put our checkpoint function in the place of torch's where a layer's input is kept in 8 bits."""
+        """Keep codes of inputs in a Hugging Face model: put our checkpoint function in the place of torch's where a
+        layer's input is kept in 8 bits."""
         if self._checkpoint_inputs != "fp8":
             return
         uniform = len(set(self._checkpointing)) == 1
@@ -308,16 +309,16 @@ class HFModel(Model):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The largest list of layers, where transformers can checkpoint each of them; see `protocols.Model`."""
+        """The layers of a Hugging Face model: the largest list of those that can be checkpointed."""
         found = self._list_of_layers()
         return () if found is None else tuple(getattr(*found))
 
     def attention_of(self, layer: nn.Module) -> nn.Module | None:
-        """The attention module of a layer, as the model's class names it; see `protocols.Model`."""
+        """The attention module of a Hugging Face model's layer, as its class names it; see `protocols.Model`."""
         return attention_in(self.net, layer)
 
     def _list_of_layers(self) -> tuple[nn.Module, str] | None:
-        """Where that list is: a module, and its name there."""
+        """Where the list of a Hugging Face model's layers is: a module, and its name there."""
         lists = [
             (parent, name)
             for parent in self.net.modules()
@@ -329,13 +330,13 @@ class HFModel(Model):
         return largest if largest is not None and able and set(getattr(*largest)) == able else None
 
     def _layers(self) -> list[nn.Module]:
-        """The layers that transformers can checkpoint."""
+        """The layers of a Hugging Face model that transformers can checkpoint."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         return [module for module in self.net.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def compile_blocks(self, *, waits: bool = False) -> None:
-        """Compile the layers that transformers can checkpoint, or the whole model where it has none."""
+        """Compile the Hugging Face layers that can be checkpointed, or the whole model where there are none."""
         name = "_gradient_checkpointing_func"  # there once checkpointing was set, on or off
         from_qdata = {layer for layer in self._layers() if getattr(layer, name, None) is self._from_qdata}
         if from_qdata:
@@ -346,7 +347,7 @@ class HFModel(Model):
                 module.compile(options=layer_options(), **graph_limit())
 
     def check_save_hf(self, dtype: torch.dtype) -> None:
-        """True if anything can be stored in FP8, where that is asked for; see `protocols.Model`."""
+        """True if a Hugging Face model has anything to store in FP8, where asked for; see `protocols.Model`."""
         if dtype == CODE_DTYPE:
             plan_fp8(self.net)
 
@@ -358,7 +359,7 @@ class HFModel(Model):
         extra: Mapping[str, Any] | None = None,
         live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        """Write a Hugging Face folder; see `contract.Model.save_hf`.
+        """Write a Hugging Face model's folder; see `contract.Model.save_hf`.
 
         Raises:
             CheckpointError: see `save.save_folder`.
@@ -366,7 +367,7 @@ class HFModel(Model):
         save_folder(self.net, Path(folder), dtype or self.net.dtype, extra or {}, live)
 
     def _input_style(self, packed: bool) -> InputStyle:
-        """The result of the probe; its meaning for this run is noted the first time."""
+        """The input style of a Hugging Face model by the probe; its meaning for this run is noted the first time."""
         if self._style is None:
             self._style = probe_language_model(self.net, self.vocab_size)
             # This is inside of the first batch's autocast. What it has cached of weights would be missing when

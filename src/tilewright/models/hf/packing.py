@@ -47,7 +47,8 @@ def forward_arguments(
 
 
 def _takes(net: "PreTrainedModel", name: str) -> bool:
-    """True if forward has an argument of that name, or hands any on to a model whose config has it (GraniteMoE)."""
+    """For packing, true if forward has an argument of that name, or hands any on to a model whose config has it
+    (GraniteMoE)."""
     parameters = inspect.signature(net.forward).parameters
     if name in parameters:
         return True
@@ -113,7 +114,8 @@ def documents_as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_packed_rows(out: LossOutput, batch: Mapping[str, Tensor]) -> LossOutput:
-    """The loss of each target where it was before `documents_as_rows`; `out` itself of other batches."""
+    """In packed rows, the loss of each target where it was before `documents_as_rows`; `out` itself of other
+    batches."""
     if PACKED not in batch or out.each is None:
         return out
     rows, length = batch[PACKED_SHAPE].tolist()

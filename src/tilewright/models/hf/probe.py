@@ -51,8 +51,8 @@ class InputStyle:
 
 
 def check_taught(net: "PreTrainedModel", style: InputStyle, *, packed: bool) -> None:
-    """Raise ConfigError where a model cannot learn from another one, or teach: the two are compared position by
-    position, on logits that are made by chunks."""
+    """Probe for distillation: raise ConfigError where a model cannot learn from another one, or teach: the two are
+    compared position by position, on logits that are made by chunks."""
     if style.plain_head and not (packed and style.documents == "rows"):
         return
     reason = "takes no document masks, so packed rows are cut" if style.plain_head else "makes whole logits itself"
@@ -66,7 +66,7 @@ def check_taught(net: "PreTrainedModel", style: InputStyle, *, packed: bool) -> 
 
 
 def short_images(config: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Two images as small as a network takes them, and their classes."""
+    """Two images to probe with, as small as a network takes them, and their classes."""
     size = getattr(config, "image_size", 64)  # a network of convolutions takes any
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.linspace(-1, 1, 2 * config.num_channels * height * width, device=device, dtype=dtype)
@@ -75,7 +75,7 @@ def short_images(config: Any, device: torch.device, dtype: torch.dtype) -> dict[
 
 
 def short_texts(vocab_size: int, device: torch.device) -> dict[str, Tensor]:
-    """Two rows of eight tokens, and their labels."""
+    """Two rows of eight tokens to probe with, and their labels."""
     ids_S = torch.arange(8, device=device) * 3 % vocab_size
     ids_BS = torch.stack((ids_S, ids_S.flip(0)))
     return {"input_ids": ids_BS, "labels": ids_BS.roll(1, dims=1)}
@@ -83,7 +83,8 @@ def short_texts(vocab_size: int, device: torch.device) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def probe_language_model(net: "PreTrainedModel", vocab_size: int) -> InputStyle:
-    """Find how a language model must be called: run it a few times on two rows of eight tokens; it stays as it is."""
+    """Probe a language model: find how it must be called: run it a few times on two rows of eight tokens; it stays as
+    it is."""
     probe = _Probe(net, vocab_size)
     with evaluation(net), eager():
         causal = probe.is_causal()
@@ -99,7 +100,7 @@ def probe_language_model(net: "PreTrainedModel", vocab_size: int) -> InputStyle:
 
 
 def has_window(net: "PreTrainedModel") -> bool:
-    """True if some layer attends within a window, which a mask of ours would take the place of."""
+    """For the probe, true if some layer attends within a window, which a mask of ours would take the place of."""
     config = net.config.get_text_config().to_dict()
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     return bool(kinds) or any(value for key, value in config.items() if "window" in key or "local_attention" in key)
@@ -130,13 +131,13 @@ class _Probe:
         return forward_arguments(self.net, documents, causal, self.positions_BS, self.segments_BS)
 
     def is_causal(self) -> bool:
-        """True if the last token changes nothing before it."""
+        """Probe of causality: true if the last token changes nothing before it."""
         logits = self._run(self._differ_at(self.counting_S == _LENGTH - 1))
         change_S = (logits[0] - logits[1]).abs().amax(-1)
         return bool(change_S[:-1].max() <= _LEAK * change_S[-1])
 
     def takes_positions(self) -> bool:
-        """True if counting positions from 0 is what the model does without `position_ids`."""
+        """Probe of positions: true if counting from 0 is what the model does without `position_ids`."""
         if "position_ids" not in inspect.signature(self.net.forward).parameters:
             return False
         plain = self._run(self.rows_BS)
@@ -147,7 +148,7 @@ class _Probe:
         return bool((plain - given).abs().max() <= _LEAK * plain.abs().max())
 
     def separates(self, documents: Documents, causal: bool) -> bool:
-        """True if the first document changes nothing in the second when they are packed this way."""
+        """Probe of packing: true if the first document changes nothing in the second when they are packed this way."""
         try:
             packed = self._run(self.rows_BS, **self._packed(documents, causal))
         except REFUSALS:
@@ -155,7 +156,7 @@ class _Probe:
         return _influence(packed) <= _LEAK * _influence(self._run(self.rows_BS))
 
     def has_plain_head(self, documents: Documents) -> bool:
-        """Bitwise, so that a soft cap or a scale close to 1 shows."""
+        """Probe of a plain head. Bitwise, so that a soft cap or a scale close to 1 shows."""
         head = self.net.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None or self.net.base_model is self.net:
             return False
@@ -168,7 +169,7 @@ class _Probe:
         return hidden is not None and torch.equal(head(hidden).float(), self._run(self.rows_BS, **arguments))
 
     def ignores_padding(self) -> bool:
-        """True if masked padding after a row changes nothing in it."""
+        """Probe of padding: true if masked padding after a row changes nothing in it."""
         mask_BS = self.first_S.long().expand(2, -1)
         alone = self._run(self.rows_BS[:, :_FIRST])
         try:
@@ -179,6 +180,7 @@ class _Probe:
 
 
 def _influence(logits_BSV: Tensor) -> float:
-    """How much the first document changes the second: the largest difference of the two rows' logits there."""
+    """Influence in the probe: how much the first document changes the second: the largest difference of the two rows'
+    logits there."""
     second = logits_BSV[:, _FIRST:]
     return float((second[0] - second[1]).abs().max())

@@ -44,14 +44,14 @@ class RowUse:
 
 @contextmanager
 def real_integers() -> Iterator[None]:
-    """Inside, a model is built whose floating-point tensors have no bytes, while whole numbers (position ids) and
-    booleans have."""
+    """To find row lengths: inside, a model is built whose floating-point tensors have no bytes, while whole numbers
+    (position ids) and booleans have."""
     with torch.device("meta"), _RealIntegers():
         yield
 
 
 def position_limit(net: nn.Module, at_least: int) -> int | None:
-    """The most positions that a row may have, where that is fewer than `at_least`.
+    """Limit of a row's length: the most positions that a row may have, where that is fewer than `at_least`.
 
     Args:
         net: a transformers language model that was built under `real_integers`.
@@ -71,7 +71,8 @@ def position_limit(net: nn.Module, at_least: int) -> int | None:
 
 
 def _limits(net: nn.Module, length: int = _SHORT) -> list[int]:
-    """As `RowUse.limits`. Layers of one kind read alike: one of each runs, where a model can do without the others."""
+    """Limits of row lengths as `RowUse.limits`. Layers of one kind read alike: one of each runs, where a model can do
+    without the others."""
     with one_of_each_kind(net):
         use = row_use(net, length)
     return row_use(net, length).limits if use.unused is None else use.limits
@@ -79,7 +80,7 @@ def _limits(net: nn.Module, length: int = _SHORT) -> list[int]:
 
 @torch.no_grad()
 def row_use(net: nn.Module, length: int = _SHORT) -> RowUse:
-    """One forward pass of `net`, built under `real_integers`, on a row of `length` positions."""
+    """Use of a row of a given length: one forward pass of `net`, built under `real_integers`, of `length` positions."""
     watch = _Watch(length)
     arguments: dict[str, Any] = {"input_ids": torch.full((1, length), _plain_id(net))}
     if "use_cache" in inspect.signature(net.forward).parameters:
@@ -93,7 +94,7 @@ def row_use(net: nn.Module, length: int = _SHORT) -> RowUse:
 
 
 def _plain_id(net: nn.Module) -> int:
-    """An id that is not padding, which some models give no position of its own."""
+    """A plain id for a row of some length: not padding, which some models give no position of its own."""
     config: Any = net.config
     special = getattr(config.get_text_config(), "pad_token_id", None)
     return 0 if special != 0 else 1
@@ -150,7 +151,8 @@ class _Watch(TorchFunctionMode):
         return args[0].to(out.dtype) if func is Tensor.to else out
 
     def _note(self, rows: int, index: Tensor) -> None:
-        """Remember the room of a table that is read at `start`, `start + 1`, ... along one dimension of `index`."""
+        """Note for row lengths the room of a table that is read at `start`, `start + 1`, ... along one dimension of
+        `index`."""
         if index.is_meta or index.is_floating_point() or index.dtype == torch.bool:
             return
         counting_S = torch.arange(self.length)
@@ -163,7 +165,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _reads(func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
-    """(rows of the table, index) of each read by index that the call makes."""
+    """Reads of tables that limit row lengths: (rows of the table, index) of each read by index that the call makes."""
     if func is F.embedding:
         named = {**dict(zip(("input", "weight"), args, strict=False)), **given}
         yield named["weight"].shape[0], named["input"]

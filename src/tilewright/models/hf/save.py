@@ -24,7 +24,7 @@ def save_folder(
     extra: Mapping[str, Any],
     live: Callable[[str, Tensor], Tensor] | None,
 ) -> None:
-    """Write a transformers model as a Hugging Face folder; see `protocols.Model.save_hf`.
+    """Save a transformers model as a Hugging Face folder; see `protocols.Model.save_hf`.
 
     config.json is the model's own but for the dtype, and for `extra`. For FP8 the weights are written in FP32 first,
     then file by file in FP8, so the disk must hold them in FP32.
@@ -68,7 +68,7 @@ def _state_to_store(
     live: Callable[[str, Tensor], Tensor] | None,
     spill: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """All tensors by name, tied ones as one; what comes from `live` waits on the disk."""
+    """State to save: all tensors by name, tied ones as one; what comes from `live` waits on the disk."""
     stored: dict[int, Tensor] = {}
     state = net.state_dict(keep_vars=True)
     for name, tensor in state.items():

@@ -13,7 +13,8 @@ from tilewright.models.hf.row_lengths import row_use
 
 
 def untrained_parts(net: nn.Module, whole: nn.Module | None, *, text: bool) -> tuple[list[str], float]:
-    """Parts of a transformers architecture that get no gradient under a task, and their share of all parameters.
+    """Untrained parts of a transformers architecture, that get no gradient under a task, and their share of all
+    parameters.
 
     Args:
         net: the task's model, built under `row_lengths.real_integers`.
@@ -37,7 +38,7 @@ def untrained_parts(net: nn.Module, whole: nn.Module | None, *, text: bool) -> t
 
 
 def _named_sizes(net: nn.Module) -> Iterable[tuple[set[str], int]]:
-    """(all names, numbers) of each parameter; a tied one has several names."""
+    """Named sizes of trained parts: (all names, numbers) of each parameter; a tied one has several names."""
     names: dict[int, set[str]] = {}
     sizes: dict[int, int] = {}
     for name, param in net.named_parameters(remove_duplicate=False):
@@ -47,14 +48,15 @@ def _named_sizes(net: nn.Module) -> Iterable[tuple[set[str], int]]:
 
 
 def _modules(untrained: set[str], trained: Iterable[str]) -> list[str]:
-    """The untrained parameters by the largest modules that hold nothing trained, numbers of layers folded."""
+    """Modules without trained parts: the untrained parameters by the largest ones that hold nothing trained, numbers of
+    layers folded."""
     kept = {prefix for name in trained for prefix in _prefixes(name)}
     found = (next((p for p in _prefixes(name) if p not in kept), name) for name in sorted(untrained))
     return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in found})
 
 
 def _suffixes(name: str) -> list[str]:
-    """The name, and what it may be called inside a part of the architecture."""
+    """Suffixes of a part's name: it, and what it may be called inside a part of the architecture."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 

@@ -55,12 +55,14 @@ class HFLayers:
         """Stand-ins on the meta device for what each layer was seen to get, and for what the last one gave."""
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """The arguments of the layers beside the stream. Parameters outside of the layers need no values."""
+        """Layerwise Hugging Face model: arguments of the layers beside the stream. Parameters outside of the layers
+        need no values."""
         return self._without_values(batch)[1]
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """The dtype of the stream between layers, in the formats that the model has now."""
+        """Layerwise Hugging Face model: the dtype of the stream between layers, in the formats that the model has
+        now."""
         return self._without_values(self.model.short_batch())[0].dtype
 
     def _without_values(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
@@ -69,7 +71,7 @@ class HFLayers:
             return self.prologue(batch)
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """The stream as it enters the first layer, and how each layer is called."""
+        """Layerwise Hugging Face model: the stream as it enters the first layer, and how each layer is called."""
         calls: list[LayerCall] = []
         streams: list[Tensor] = []
 
@@ -87,7 +89,7 @@ class HFLayers:
         raise AssertionError("the last layer was not reached, as it was when the blocks were found")
 
     def layer(self, index: int, x: Tensor, context: LayerContext) -> tuple[Tensor, None]:
-        """One layer, called as its model calls it."""
+        """One layer of a layerwise Hugging Face model, called as its model calls it."""
         call = self.calls.call(index, context)
         enabled, dtype = call.autocast
         args, kwargs = call.arguments(self._place.slot, x)
@@ -97,29 +99,31 @@ class HFLayers:
         return learned(self.model.hidden_loss, index, self._place.unpack(out), given, context), None
 
     def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
-        """The model's own loss, with `x` as what its layers gave."""
+        """A layerwise Hugging Face model's own loss, with `x` as what its layers gave."""
         with self.giving(x):
             out = self.model(without_values(batch))
         return out if self.model.hidden_loss is None else self.model.hidden_loss.added(out, context)
 
     @contextmanager
     def giving(self, x: Tensor) -> Iterator[None]:
-        """Inside, the model's own methods run with `x` as what its layers gave. What comes before the layers runs too,
-        and its stream is dropped."""
+        """Inside, a layerwise Hugging Face model's own methods run with `x` as what its layers gave. What comes before
+        the layers runs too, and its stream is dropped."""
         with self._no_prologue(), self._visited(lambda index, args, kwargs: self._place.pack(x)):
             yield
 
     def hold(self, layers: nn.ModuleList) -> None:
-        """Let the model have these of its layers alone, under the names that they have in the list. The others stay
-        known for what the model asks its layers for; on the meta device they have no memory."""
+        """Hold some layers of a layerwise Hugging Face model: let it have these alone, under the names that they have
+        in the list. The others stay known for what the model asks its layers for; on the meta device they have no
+        memory."""
         self._place.parent._modules[self._place.name] = layers
 
     def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Nothing: Hugging Face layers count nothing."""
+        """Metrics of a layerwise Hugging Face model: none, its layers count nothing."""
         return {}
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters that the prologue and the epilogue were seen to read; in both what layers share."""
+        """Outer parameters of a layerwise Hugging Face model, that the prologue and the epilogue were seen to read; in
+        both what layers share."""
         first, last = self._outer
         shared = () if self.model.hidden_loss is None else tuple(self.model.hidden_loss.parameters())
         return [*first, *shared], [*last, *shared]
@@ -137,7 +141,8 @@ class HFLayers:
 
     @contextmanager
     def _no_prologue(self) -> Iterator[None]:
-        """Inside, what only the prologue reads has no values: shards may be elsewhere, and the stream is dropped."""
+        """Inside, what only the prologue of a layerwise Hugging Face model reads has no values: shards may be
+        elsewhere, and the stream is dropped."""
         held = [(module, name, param) for module in self.before for name, param in module._parameters.items()]
         held = [(module, name, param) for module, name, param in held if param is not None]
         for module, name, param in held:
@@ -149,7 +154,7 @@ class HFLayers:
                 module._parameters[name] = param
 
     def outside(self) -> list[nn.Module]:
-        """Modules with parameters of their own outside of the layers."""
+        """Modules of a layerwise Hugging Face model with parameters of their own outside of the layers."""
         inside = {module for block in self.blocks for module in block.modules()}
         found = (module for module in self.model.modules() if module not in inside)
         return [module for module in found if any(param is not None for param in module._parameters.values())]
@@ -168,7 +173,8 @@ class HFLayers:
                 handle.remove()
 
     def look(self, batch: Mapping[str, Tensor]) -> None:
-        """Find out which parameters are read outside of the layers, from the graphs of both ends."""
+        """Look at a layerwise Hugging Face model: find out which parameters are read outside of the layers, from the
+        graphs of both ends."""
         first, calls = self._watched_prologue(batch)
         with torch.no_grad():
             xs = [first]
@@ -188,7 +194,7 @@ class HFLayers:
 
 
 def layered_hf(model: HFModel) -> LayerwiseModel:
-    """The model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
+    """A Hugging Face model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
     view = cut_hf(model)
     if isinstance(view, HFLayers):
         return view
@@ -197,7 +203,7 @@ def layered_hf(model: HFModel) -> LayerwiseModel:
 
 
 def cut_hf(model: HFModel) -> HFLayers | str:
-    """The model as a row of layers, or why it cannot be cut."""
+    """Cut a Hugging Face model to a row of layers, or say why it cannot be."""
     try:
         return _cut(model)
     except NotSliceableError as reason:
@@ -205,7 +211,8 @@ def cut_hf(model: HFModel) -> HFLayers | str:
 
 
 def vacant_like(param: Tensor) -> Tensor:
-    """Zeros of this shape, dtype and device, and memory for one of them."""
+    """Vacant values in a layerwise Hugging Face model: zeros of this shape, dtype and device, and memory for one of
+    them."""
     return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
@@ -225,7 +232,8 @@ def _cut(model: HFModel) -> HFLayers:
 
 
 def _check_called_alike(view: HFLayers, batch: Mapping[str, Tensor]) -> None:
-    """Raise where layers are called with objects that are made anew for each batch: only tensors may be."""
+    """Check a layerwise Hugging Face model: raise where layers are called with objects that are made anew for each
+    batch: only tensors may be."""
     view.context(batch)
     view.context(batch)
     if len(view.calls) > 1:
@@ -233,7 +241,7 @@ def _check_called_alike(view: HFLayers, batch: Mapping[str, Tensor]) -> None:
 
 
 def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> None:
-    """Loss, and gradient at the first layer, cut and uncut, without dropout.
+    """Compare a Hugging Face model cut into layers and uncut: loss, and gradient at the first layer, without dropout.
 
     Raises:
         NotSliceableError: they differ.
@@ -261,7 +269,8 @@ def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> Non
 
 
 def _cut_loss(view: HFLayers, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The loss, and its gradient at the first layer, as the executor computes them: each layer in its own graph."""
+    """The loss of a Hugging Face model cut into layers, and its gradient at the first one, as the executor computes
+    them: each layer in its own graph."""
     with torch.no_grad():
         x, calls = view.prologue(batch)
         inputs = [x]
@@ -282,7 +291,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _check_buffers_unchanged(model: HFModel, before: Mapping[str, Tensor]) -> None:
-    """Raise where the passes so far have changed what the next one computes."""
+    """Check a layerwise Hugging Face model: raise where the passes so far have changed what the next one computes."""
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
     if changed:
         raise NotSliceableError(f"a forward pass changes {changed[0]}, so a layer cannot be computed twice")
@@ -293,7 +302,8 @@ def _check_buffers_unchanged(model: HFModel, before: Mapping[str, Tensor]) -> No
 
 @contextmanager
 def _undisturbed(model: HFModel) -> Iterator[dict[str, Tensor]]:
-    """In training mode inside; mode, generators and buffers are as they were afterwards. Gives copies of these."""
+    """Undisturbed inside, in training mode, a layerwise Hugging Face model: mode, generators and buffers are as they
+    were afterwards. Gives copies of these."""
     was_training = model.training
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {param.device for param in model.parameters() if param.is_cuda}
@@ -308,7 +318,7 @@ def _undisturbed(model: HFModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _leaves(root: Tensor) -> list[nn.Parameter]:
-    """The parameters in the graph of a tensor."""
+    """Leaves of a tensor's graph in a layerwise Hugging Face model: the parameters."""
     found, seen, todo = {}, set(), [root.grad_fn]
     while todo:
         node = todo.pop()

@@ -30,7 +30,7 @@ class LayerCall:
 
     @classmethod
     def seen(cls, slot: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LayerCall":
-        """A call as it is made now, without its stream, which must not be kept alive.
+        """A layer's call seen as it is made now, without its stream, which must not be kept alive.
 
         Args:
             slot: position or name of the stream.
@@ -43,7 +43,7 @@ class LayerCall:
         return cls(args, {key: value for key, value in kwargs.items() if key != slot}, autocast)
 
     def arguments(self, slot: int | str, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with this stream."""
+        """Arguments of a layer's call with this stream."""
         if isinstance(slot, int):
             return (*self.args[:slot], x, *self.args[slot + 1 :]), self.kwargs
         return self.args, self.kwargs | {slot: x}
@@ -72,11 +72,11 @@ class LayerCalls:
         self._styles: list[tuple[_Style, ...]] = []
 
     def __len__(self) -> int:
-        """How many ways there are: masks are there for some batches and not for others."""
+        """How many ways of layers' calls there are: masks are there for some batches and not for others."""
         return len(self._styles)
 
     def pack(self, calls: Sequence[LayerCall]) -> dict[str, Tensor]:
-        """The tensors of the calls of all layers, each once, and the number of the rest."""
+        """Pack layers' calls: the tensors of all, each once, and the number of the rest."""
         names: dict[int, str] = {}
         found: dict[str, Tensor] = {}
         styles = []
@@ -101,7 +101,7 @@ class LayerCalls:
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
+    """Tensors of a layer's call in nested tuples, lists and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):

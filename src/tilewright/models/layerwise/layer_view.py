@@ -28,28 +28,30 @@ class LayerwiseModel(Protocol):
     blocks: Sequence[nn.Module]
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """The tensors that the layers read too, from the batch alone: bitwise that of `prologue`. Draws no random
-        numbers."""
+        """Layerwise view's context: the tensors that the layers read too, from the batch alone: bitwise that of
+        `prologue`. Draws no random numbers."""
         ...
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """The first layer's input, and the context."""
+        """Layerwise view's prologue: the first layer's input, and the context."""
         ...
 
     def layer(self, index: int, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, and something it counts (the load of its experts) or None."""
+        """A layer of the layerwise view: its output, and something it counts (the load of its experts) or None."""
         ...
 
     def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
-        """The loss, from the last layer's output. `aux` is left empty."""
+        """Layerwise view's epilogue: the loss, from the last layer's output. `aux` is left empty."""
         ...
 
     def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
-        """`LossOutput.aux` of one micro-batch, from what its layers counted. Once a forward pass."""
+        """Layerwise view's metrics: `LossOutput.aux` of one micro-batch, from what its layers counted. Once a forward
+        pass."""
         ...
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters that the prologue and the epilogue read; those in both are in both lists."""
+        """Layerwise view's outer parameters, that the prologue and the epilogue read; those in both are in both
+        lists."""
         ...
 
 
@@ -92,7 +94,7 @@ class LayerGroup:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that are not frozen."""
+        """Trained parameters of a group of layers: those that are not frozen."""
         return [param for param in self.params if param.requires_grad]
 
 
@@ -110,7 +112,7 @@ class LayerGroups:
 
 
 def find_layer_groups(model: nn.Module, view: LayerwiseModel, group: int = 1) -> LayerGroups:
-    """Cut a model: `group` layers to a layer group, and what is around them.
+    """Layer groups of a layerwise view: cut a model, `group` layers to each, and what is around them.
 
     A parameter that nothing reads (a head that this task has no use for) goes with the prologue.
     """

@@ -31,12 +31,13 @@ _NET = "net."
 
 
 def random_hf(model: HFModel, seed: int) -> InitialValues:
-    """Random initial weights, those of `build.init_weights`. The model may be on the meta device."""
+    """Lazy random initial weights of a Hugging Face model, those of `build.init_weights`. The model may be on the meta
+    device."""
     return functools.partial(_draw, model.net, seed)
 
 
 def stored_hf(model: HFModel, folder: Path | str) -> InitialValues:
-    """First values of a Hugging Face model from its folder, in pieces. The model may be on the meta device.
+    """Lazy first values of a Hugging Face model from its folder, in pieces. The model may be on the meta device.
 
     Where a folder does not hold all that the model has under the names that transformers looks for, transformers has to
     load it whole: then a copy of the model in host memory, in FP32, stays as long as what is returned. The model's
@@ -54,7 +55,8 @@ def stored_hf(model: HFModel, folder: Path | str) -> InitialValues:
 
 
 def _converted_values(model: HFModel, folder: Path | str) -> InitialValues | None:
-    """The weights of a folder whose names transformers converts, read one by one; None where some are not there."""
+    """Lazy converted values: the weights of a folder whose names transformers converts, read one by one; None where
+    some are not there."""
     if not _has_safetensors(folder):
         return None
     stored = scan_folder(folder)
@@ -71,7 +73,8 @@ def _has_safetensors(folder: Path | str) -> bool:
 
 
 def direct_values(model: HFModel, folder: Path | str, without: Collection[str] = ()) -> InitialValues | None:
-    """The weights of a Hugging Face folder whose names are those of the model, read one by one; else None.
+    """Lazy direct values: the weights of a Hugging Face folder whose names are those of the model, read one by one;
+    else None.
 
     Args:
         model: may be on the meta device.
@@ -93,7 +96,7 @@ def direct_values(model: HFModel, folder: Path | str, without: Collection[str] =
 
 
 def _persistent(net: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved, and codes."""
+    """Persistent values for lazy initialisation: buffers that are saved, and codes."""
     kept = net.state_dict(keep_vars=True)
     return {name: held for name, held in named_constants(net).items() if name in kept}
 
@@ -111,8 +114,8 @@ def _rows_like(tensor: Tensor, whole: Tensor, first_row: int) -> Tensor:
 
 
 def _kept_names(net: nn.Module) -> Callable[[], frozenset[str]]:
-    """The names in a checkpoint of the model; looked up at the first call, when the model is converted, and only
-    then."""
+    """Kept names for lazy initialisation: those in a checkpoint of the model; looked up at the first call, when it is
+    converted, and only then."""
     return functools.cache(lambda: frozenset(net.state_dict(keep_vars=True)))
 
 
@@ -123,7 +126,8 @@ def _copy_stored(
     tensors: Mapping[str, Tensor],
     first_rows: Mapping[str, int] = ALL_WHOLE,
 ) -> None:
-    """Copy what a folder holds; buffers that no folder holds are computed as transformers does."""
+    """Copy stored values lazily: what a folder holds; buffers that no folder holds are computed as transformers
+    does."""
     kept = kept_names()
     named = {name.removeprefix(_NET): tensor for name, tensor in tensors.items()}
     computed = {_NET + name: tensor for name, tensor in named.items() if name not in kept}
@@ -135,7 +139,7 @@ def _copy_stored(
 
 @torch.no_grad()
 def _draw(net: nn.Module, seed: int, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] = ALL_WHOLE) -> None:
-    """transformers' own initialisation of some parameters, while the others are on one scratch buffer.
+    """Draw lazily: transformers' own initialisation of some parameters, while the others are on one scratch buffer.
 
     Modules are initialised as in `load.init_hf`: some draw for all that is below them, so each module runs that has
     a wanted tensor in it, and draws what it would draw for the whole model.

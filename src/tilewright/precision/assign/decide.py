@@ -44,12 +44,13 @@ class ConversionPlan:
     """Setting of torch's process-wide switches for FP32 matmuls on CUDA, fp32 or tf32; empty: left alone."""
 
     def storage(self) -> dict[nn.Parameter, str]:
-        """The format in which each parameter is stored that is decided."""
+        """The format that is decided in which each parameter is stored."""
         return {parameter: decision.storage for site, decision in self.sites for parameter in site.parameters()}
 
 
 def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
-    """Precision of every part of a model under a policy that names its device. Changes nothing; works on meta."""
+    """Decide all: precision of every part of a model under a policy that names its device. Changes nothing; works on
+    meta."""
     own = is_own(model)
     routers = set(find_routers(model))
     sites = find_sites(model, policy.rules, routers=routers)
@@ -72,7 +73,8 @@ def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
 
 
 def _decide(site: ModuleSite, policy: Policy, kept: dict[nn.Parameter, str]) -> FormatDecision:
-    """The policy's answer. Of weights that a transformers model keeps in FP32, only a rule says otherwise."""
+    """Decide a part's precision by the policy. Of weights that a transformers model keeps in FP32, only a rule says
+    otherwise."""
     decision = policy.decide(site.fqn, site.kind, site.features)
     listed = [parameter for parameter in site.parameters() if parameter in kept]
     if not listed or decision.rule is not None:
@@ -110,12 +112,12 @@ def _possible(site: ModuleSite, decision: FormatDecision, policy: Policy, round_
 
 
 def _is_hidden(site: ModuleSite) -> bool:
-    """True where a part may do the work of linear layers without being one."""
+    """True where a part, of which precision is decided, may do the work of linear layers without being one."""
     return site.handling is Handling.REGION and site.kind in ("attention", "other") and multiplies(site)
 
 
 def _frozen(module: FrozenFloat8Linear, decision: FormatDecision) -> FormatDecision:
-    """The decision for a layer whose weight is FP8 codes and stays so."""
+    """The decision on precision for a layer whose weight is FP8 codes and stays so."""
     if decision.gemms is not None:
         module.check_gemms(decision.gemms)
     compute = "fp32" if decision.compute == "tf32" else decision.compute
@@ -126,7 +128,7 @@ def _frozen(module: FrozenFloat8Linear, decision: FormatDecision) -> FormatDecis
 
 
 def _why_not_integers(site: ModuleSite, name: str) -> str | None:
-    """Why a part's weight cannot be rounded as a rule says; None where it can.
+    """Why it is decided that a part's weight cannot be rounded as a rule says; None where it can.
 
     A row that is no whole number of groups would be exported in another way than it was trained.
     """
@@ -143,7 +145,7 @@ def _why_not_integers(site: ModuleSite, name: str) -> str | None:
 
 
 def _tied_alike(decided: Sequence[_Decided]) -> list[_Decided]:
-    """One decision for a weight that several parts share: that of the last rule which rounds it.
+    """Decide alike on tied parts: one decision for a weight that several share: that of the last rule which rounds it.
 
     An embedding and a head of one matrix are stored once, so one grid must hold for both.
     """
@@ -180,7 +182,7 @@ def _row(site: ModuleSite, decision: FormatDecision, policy: Policy, work: Work)
 
 
 def _function_rows(policy: Policy, own: bool) -> list[ModuleRow]:
-    """Rows for what is called as a function, not held as a module."""
+    """Rows of the decision for what is called as a function, not held as a module."""
     loss = ModuleRow("(loss)", "cross_entropy", "fp32", "-", "fp32", "softmax and loss in FP32 in every mode")
     if own:
         return [replace(loss, set_by_policy=False)]
@@ -193,7 +195,8 @@ def _function_rows(policy: Policy, own: bool) -> list[ModuleRow]:
 
 
 def fp32_functions(policy: Policy) -> frozenset[str]:
-    """Functions that the policy's `fp32_ops` mean, of 16-bit modes; FP32 tensors need no help."""
+    """Functions of which it is decided that the policy's `fp32_ops` mean, of 16-bit modes; FP32 tensors need no
+    help."""
     names = {*policy.function_ops(), *(kind for op in policy.fp32_ops for kind in KIND_OPS.get(op, ()))}
     return frozenset(names & set(FUNCTIONS)) if policy.activation != "fp32" else frozenset()
 
@@ -225,7 +228,8 @@ _OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
 
 
 def check_rules_kept(policy: Policy, decided: Decided) -> None:
-    """A rule that matches no module is a misspelt name: the run would continue without what was asked for.
+    """Check rules that were decided on: one that matches no module is a misspelt name: the run would continue without
+    what was asked for.
 
     Raises:
         ConfigError: all such rules, each with names near to its pattern.
@@ -255,7 +259,7 @@ def check_rules_kept(policy: Policy, decided: Decided) -> None:
 
 
 def check_no_fallbacks(report: ConversionReport, decided: Decided) -> None:
-    """Check a strict policy: nothing may be emulated or run in another format.
+    """Check a strict policy's decisions: nothing may be emulated or run in another format.
 
     Raises:
         HardwareError: all that would be, at once, the parts with the most work first.
@@ -282,7 +286,7 @@ def _fallback(what: str, reason: str) -> Problem:
 
 
 def without_effect(policy: Policy, decided: Decided, own: bool) -> Iterator[str]:
-    """Rules and `fp32_ops` that change nothing in this model, each with the reason."""
+    """Decisions without effect: rules and `fp32_ops` that change nothing in this model, each with the reason."""
     for index, rule in enumerate(policy.rules):
         matched = [(site, d) for site, d in decided if rule.matches(site.fqn, kinds_of(site.kind))]
         if not matched:
@@ -302,7 +306,8 @@ def without_effect(policy: Policy, decided: Decided, own: bool) -> Iterator[str]
 
 
 def kept_fp32(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The parameters that `_keep_in_fp32_modules_strict` of a model or a part of one means, and the pattern of each.
+    """Decided parameters in FP32: those that `_keep_in_fp32_modules_strict` of a model or a part of one means, and the
+    pattern of each.
 
     transformers loads these in FP32 also where a model is asked for in 16 bits. (`_keep_in_fp32_modules` is about the
     range of FP16, which is the loss scale's affair.)

@@ -38,7 +38,8 @@ class AsRead(MixedPrecisionPolicy):
 
 
 def narrow_weights(sites: Decisions, device_type: str, kernels: Kernels | None = None) -> dict[nn.Module, torch.dtype]:
-    """Linear layers that read 16 bits of each element of their weight, and give its gradient in as many.
+    """Linear layers that read 16 bits of each element of their weight, and give its gradient in as many, so that ranks
+    gather it so.
 
     Args:
         sites: modules, and what is decided for each.
@@ -57,7 +58,8 @@ def narrow_weights(sites: Decisions, device_type: str, kernels: Kernels | None =
 
 
 def coded_weights(sites: Decisions, *, power_of_two: bool) -> set[nn.Module]:
-    """Linear layers whose matmuls read no more of their weight than E4M3 codes under power-of-two scales per 128x128.
+    """Linear layers whose weights can be gathered as codes: matmuls read no more of them than E4M3 codes under
+    power-of-two scales per 128x128.
 
     Args:
         sites: modules, and what is decided for each.
@@ -68,7 +70,7 @@ def coded_weights(sites: Decisions, *, power_of_two: bool) -> set[nn.Module]:
 
 
 def reads_codes(module: nn.Module) -> bool:
-    """True where that is so of a layer as it is now."""
+    """True where a layer as it is now reads codes, so that these can be gathered."""
     return isinstance(module, Float8Linear) and module.power_of_two and _in_blocks(module.gemms)
 
 
@@ -81,8 +83,8 @@ def _rounds_gradient(kernels: Kernels | None, device_type: str, dtype: torch.dty
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of a module's own parameters, for which it has no public names: a list, in torch 2.11 one or
-    None."""
+    """FSDP2's groups of a module's own parameters that are gathered, for which it has no public names: a list, in torch
+    2.11 one or None."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -97,8 +99,8 @@ def _settled_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def settle(model: nn.Module, sites: Decisions) -> None:
-    """Gather each parameter in the dtype in which it is read from now on. Nothing is sent, and nothing happens to a
-    model that is not sharded by `parallel.shard`, or not ready yet.
+    """Settle what is gathered: each parameter in the dtype in which it is read from now on. Nothing is sent, and
+    nothing happens to a model that is not sharded by `parallel.shard`, or not ready yet.
 
     Args:
         model: between steps.
@@ -125,7 +127,8 @@ def settle(model: nn.Module, sites: Decisions) -> None:
 
 
 def _gather_as(param: Any, dtype: torch.dtype | None) -> None:
-    """Let a parameter that is in parts be put together in another dtype, None for its own; its gradient is FP32."""
+    """Gather a parameter in another dtype: let one that is in parts be put together in another dtype, None for its own;
+    its gradient is FP32."""
     if dtype == param.param_dtype:
         return
     param.param_dtype, param.all_gather_outputs = dtype, []

@@ -60,27 +60,28 @@ class ModuleSite:
 
     @property
     def features(self) -> tuple[int, int] | None:
-        """In and out features of a linear layer, or of each of a stack of them."""
+        """In and out features of a linear layer as a kind of module, or of each of a stack of them."""
         if self.weight is not None:
             return self.weight.features(self.module)
         return (self.module.in_features, self.module.out_features) if isinstance(self.module, nn.Linear) else None
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose storage the row tells."""
+        """Parameters of a kind of module whose storage the row has."""
         if self.weight is not None:
             return self.weight.parameters(self.module)
         return list(self.module.parameters(recurse=isinstance(self.module, nn.MultiheadAttention)))
 
 
 def is_own(model: nn.Module) -> bool:
-    """True for models that follow their input's dtype by contract: they have a `residual_dtype` setting."""
+    """True for kinds of models that follow their input's dtype by contract: they have a `residual_dtype` setting."""
     return any("residual_dtype" in vars(module) for module in model.modules())
 
 
 def find_sites(
     model: nn.Module, rules: Iterable[Rule] = (), *, routers: Iterable[nn.Module] | None = None
 ) -> list[ModuleSite]:
-    """All sites of a model in the order of `named_modules`. A module in several places is one site.
+    """Find all sites of a model by kinds of modules, in the order of `named_modules`. A module in several places is one
+    site.
 
     Args:
         model: any module.
@@ -105,7 +106,7 @@ def find_sites(
 
 
 def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> Iterator[ModuleSite]:
-    """The sites of one module.
+    """The sites of one module, by its kind.
 
     Args:
         fqn: its name.
@@ -165,12 +166,12 @@ class Work:
 
 
 def multiplies(site: ModuleSite) -> bool:
-    """True where a part multiplies by its parameters; of code of its own, as far as that tells."""
+    """True where a kind of module multiplies by its parameters; of code of its own, as far as that tells."""
     return bool(_matrices(site))
 
 
 def work_of(model: nn.Module, sites: Sequence[ModuleSite], routers: Collection[nn.Module]) -> list[Work]:
-    """The work of each site of a model with these routers."""
+    """The work of each site of a model with these routers, by kinds of modules."""
     mixtures = _Mixtures(model, routers)
     found = []
     for site in sites:
@@ -180,7 +181,7 @@ def work_of(model: nn.Module, sites: Sequence[ModuleSite], routers: Collection[n
 
 
 def _matrices(site: ModuleSite) -> list[Tensor]:
-    """The weights that a part multiplies by."""
+    """The weights that a kind of module multiplies by."""
     module = site.module
     if site.kind in ("embedding", "norm", "batch_norm"):
         return []
@@ -209,12 +210,12 @@ class _Mixtures:
                     self._shares |= dict.fromkeys(child.modules(), share)
 
     def share(self, site: ModuleSite) -> float | None:
-        """The share of the tokens that a module sees; None where that is not known."""
+        """The share of the tokens that a module of experts sees; None where that is not known."""
         return self._shares.get(site.module, 1.0)
 
 
 def _chosen(modules: Iterable[nn.Module]) -> int | None:
-    """How many experts a token has, by the first of the modules or their configs that says it."""
+    """How many experts a token has, by the first of the modules of that kind or their configs that says it."""
     for module in modules:
         for holder in (module, getattr(module, "config", None)):
             for name in _CHOSEN:

@@ -74,26 +74,27 @@ class Controller:
     # ---- the formats as they are ----
 
     def level(self, site: GemmSite, unit_level: int) -> int:
-        """Index in `LEVELS` of a matmul whose unit is at `unit_level`: never below policy or schedule."""
+        """The controller's level of a matmul, index in `LEVELS`, of a matmul whose unit is at `unit_level`: never below
+        policy or schedule."""
         return max(site.base, self._floors.get(site.gemm, 0), unit_level)
 
     def formats(self) -> dict[tuple[str, str], str]:
-        """The format of each matmul, by (layer, gemm)."""
+        """The controller's format of each matmul, by (layer, gemm)."""
         return {(site.layer, site.gemm): LEVELS[level] for site, level in self._levels()}
 
     @property
     def share_above_8bit(self) -> float:
-        """Share of the matmuls' work that is above 8 bits now."""
+        """Share of the matmuls' work that the controller has above 8 bits now."""
         return sum(site.flops for site, level in self._levels() if level > 0) / self._total
 
     def set_floors(self, floors: Mapping[str, int]) -> None:
-        """Lowest level by matmul, from a schedule."""
+        """Set the controller's floors: lowest level by matmul, from a schedule."""
         self._floors = dict(floors)
 
     # ---- steps ----
 
     def observe(self, loss: float, grad_norm: float) -> tuple[str, Spike | None]:
-        """Verdict on a computed step: apply it, or redo it in wider formats; and its fault."""
+        """The controller's verdict on a computed step: apply it, or redo it in wider formats; and its fault."""
         self.suspect = None
         spike = self._detector.spike(loss, grad_norm)
         if spike is None or not self.settings.retry_steps:
@@ -102,7 +103,7 @@ class Controller:
         return REDO, spike
 
     def observe_again(self, loss: float, grad_norm: float, first: Spike) -> tuple[str, Spike | None]:
-        """Verdict on a step redone in wider formats: apply or skip it; and the fault that is left."""
+        """The controller's verdict on a step redone in wider formats: apply or skip it; and the fault that is left."""
         spike = self._detector.spike(loss, grad_norm)
         if spike is None:
             self.suspect = first
@@ -122,7 +123,7 @@ class Controller:
     # ---- samples ----
 
     def decide(self, step: int, evidence: QuantStats, *, recalibrate: bool = False) -> list[Move]:
-        """The moves that a sample calls for, carried out in the state.
+        """Decide by the controller: the moves that a sample calls for, carried out in the state.
 
         Units come down first, which frees budget; then those that need it most go up. After a step that wider formats
         mended (`suspect`) the limits for coming back are those for leaving, and the worst units go up in any case.
@@ -168,7 +169,7 @@ class Controller:
         return moves
 
     def _wanting(self, step: int, evidence: QuantStats, suspect: Spike | None) -> list[tuple[Finding, int]]:
-        """Units that should go up, the worst first, with the finding that says so."""
+        """Units that the controller wants up, the worst first, with the finding that says so."""
         scored = []
         for index, unit in enumerate(self._units):
             found = [self._finding(site, index, evidence, relax=suspect is not None) for site in unit.sites]
@@ -241,7 +242,7 @@ class Controller:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next decisions depend on, in JSON types."""
+        """The controller's state: all that the next decisions depend on, in JSON types."""
         return {
             "units": {unit.name: asdict(state) for unit, state in zip(self._units, self._states, strict=True)},
             "detector": self._detector.state_dict(),
@@ -250,7 +251,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`. Units that it does not know (another policy) keep their state."""
+        """Restore the controller from `state_dict()`. Units that it does not know (another policy) keep their state."""
         for unit, own in zip(self._units, self._states, strict=True):
             if unit.name in state["units"]:
                 vars(own).update(state["units"][unit.name])

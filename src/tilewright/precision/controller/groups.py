@@ -62,7 +62,7 @@ class GemmGroup:
 
 
 def units_of(sites: Sequence[GemmSite], granularity: str) -> list[GemmGroup]:
-    """The units of a policy, in the order of the model.
+    """The groups of a policy's units, in the order of the model.
 
     Args:
         sites: all matmuls. granularity: "per_gemm": each matmul for itself. "three_level": as the articles have it,

@@ -63,13 +63,13 @@ class GemmStats:
 
     @property
     def gain_error(self) -> float:
-        """How far the gain is from 1. NaN where a gain is not a number."""
+        """Gain error in a layer's statistics: how far the gain is from 1. NaN where a gain is not a number."""
         errors = [abs(1 - self.gain_low), abs(1 - self.gain_high)]
         return math.nan if any(map(math.isnan, errors)) else max(errors)
 
     @property
     def noise(self) -> float:
-        """Noise over signal, 10^(-SQNR/20), at most 1; 1 where it is not a number."""
+        """Noise over signal in a layer's statistics, 10^(-SQNR/20), at most 1; 1 where it is not a number."""
         return 1.0 if math.isnan(self.sqnr_db) else 10 ** (-max(self.sqnr_db, 0.0) / 20)
 
 
@@ -93,7 +93,8 @@ class LayerStats:
     matmuls: Mapping[str, GemmStats] = field(default_factory=dict)
 
     def vector(self) -> list[float]:
-        """All numbers, signed so that higher is worse; minus infinity for what is not there."""
+        """A layer's statistics as a vector: all numbers, signed so that higher is worse; minus infinity for what is not
+        there."""
         numbers: list[float] = []
         for attribute, name, kind in _PARTS:
             part = getattr(self, attribute).get(name)
@@ -103,7 +104,7 @@ class LayerStats:
 
     @classmethod
     def from_vector(cls, numbers: Sequence[float]) -> "LayerStats":
-        """Back from `vector`."""
+        """A layer's statistics back from `vector`."""
         found: dict[str, dict[str, Any]] = {"tensors": {}, "matmuls": {}}
         start = 0
         for attribute, name, kind in _PARTS:
@@ -130,7 +131,7 @@ class QuantStats:
 
     @classmethod
     def worst(cls, samples: Iterable["QuantStats"]) -> "QuantStats":
-        """The worse of each number of several samples."""
+        """The worst statistics of layers: the worse of each number of several samples."""
         vectors: dict[str, list[float]] = {}
         for sample in samples:
             for name, layer in sample.layers.items():
@@ -139,18 +140,19 @@ class QuantStats:
         return cls({name: LayerStats.from_vector(vector) for name, vector in vectors.items()})
 
     def vector(self, names: Sequence[str]) -> list[float]:
-        """All numbers of the layers `names`, in that order; see `LayerStats.vector`."""
+        """Statistics of the layers `names` as a vector, in that order; see `LayerStats.vector`."""
         return [x for name in names for x in self.layers.get(name, LayerStats()).vector()]
 
     @classmethod
     def from_vector(cls, names: Sequence[str], numbers: Sequence[float]) -> "QuantStats":
-        """Back from `vector`."""
+        """Statistics of layers back from `vector`."""
         parts = [numbers[i * _LENGTH : (i + 1) * _LENGTH] for i in range(len(names))]
         layers = {name: LayerStats.from_vector(part) for name, part in zip(names, parts, strict=True)}
         return cls({name: layer for name, layer in layers.items() if layer != LayerStats()})
 
     def to_json(self, digits: int | None = None) -> dict[str, Any]:
-        """Plain dicts; numbers that are not finite are texts ("inf", "-inf", "nan"), as JSON has none.
+        """Statistics of layers as plain dicts; numbers that are not finite are texts ("inf", "-inf", "nan"), as JSON
+        has none.
 
         Args:
             digits: significant digits to keep; None keeps all.
@@ -165,7 +167,7 @@ class QuantStats:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "QuantStats":
-        """Back from `to_json`."""
+        """Statistics of layers back from `to_json`."""
         return cls(
             {
                 name: LayerStats(
@@ -178,7 +180,7 @@ class QuantStats:
 
 
 def _signed(value: float | None, name: str) -> float:
-    """Higher is worse. Not a number is the worst."""
+    """A number of a layer's statistics, signed: higher is worse. Not a number is the worst."""
     if value is None:
         return -math.inf
     if math.isnan(value):

@@ -49,11 +49,12 @@ class History:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers, in the order of the model."""
+        """Names of the layers in the controller's log, in the order of the model."""
         return list(dict.fromkeys(layer for layer, _ in self.start))
 
     def formats(self, steps: Iterable[int]) -> dict[int, dict[tuple[str, str], str]]:
-        """The format of each matmul at the end of each of these steps: the map of layers by steps.
+        """Formats in the controller's log, of each matmul at the end of each of these steps: the map of layers by
+        steps.
 
         Schedules and steps redone in wider formats are not in it.
         """
@@ -67,18 +68,20 @@ class History:
         return found
 
     def tensor(self, layer: str, tensor: str) -> list[tuple[int, TensorStats]]:
-        """One tensor over the samples: (step, evidence). `tensor`: see `layer_statistics.TENSORS`."""
+        """One tensor in the controller's log over the samples: (step, evidence). `tensor`: see
+        `layer_statistics.TENSORS`."""
         found = [(s.step, s.evidence.layers[layer].tensors) for s in self.samples if layer in s.evidence.layers]
         return [(step, tensors[tensor]) for step, tensors in found if tensor in tensors]
 
     def matmul(self, layer: str, gemm: str, name: str = "fp8_tile") -> list[tuple[int, GemmStats]]:
-        """One matmul in one format over the samples: (step, evidence)."""
+        """One matmul in the controller's log, in one format over the samples: (step, evidence)."""
         found = [(s.step, s.evidence.layers[layer].matmuls) for s in self.samples if layer in s.evidence.layers]
         return [(step, matmuls[f"{gemm}.{name}"]) for step, matmuls in found if f"{gemm}.{name}" in matmuls]
 
 
 def read_history(run: Path | str) -> History:
-    """Read a run folder. A run without a controller has an empty history; a corrupt last line is left out.
+    """Read the controller's log of a run folder. A run without a controller has an empty history; a corrupt last line
+    is left out.
 
     Args:
         run: the run folder; its precision.json gives the formats at the start.
@@ -102,7 +105,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _number(value: float | None) -> float:
-    """The run's files have null for what is not a number."""
+    """A number of the controller's log; the run's files have null for what is not one."""
     return float("nan") if value is None else value
 
 

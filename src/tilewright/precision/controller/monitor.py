@@ -56,7 +56,8 @@ class Monitor:
         self._max_rows = max(max_rows, _ROWS)
 
     def sample(self, passes: Iterable[Callable[[], object]]) -> QuantStats:
-        """Evidence from extra passes, merged by the worse of each number. The model is left as it was.
+        """Sample by the monitor: evidence from extra passes, merged by the worse of each number. The model is left as
+        it was.
 
         Args:
             passes: each runs a forward and a backward pass.
@@ -70,7 +71,8 @@ class Monitor:
 
     @contextmanager
     def watching(self) -> Iterator[Callable[[], QuantStats]]:
-        """Look at the passes that run inside, which run in eager mode. Gives a function that returns what was seen."""
+        """Watch linear layers by the monitor in the passes that run inside, which run in eager mode. Gives a function
+        that returns what was seen."""
         layers = float8_layers(self._model)
         seen: list[QuantStats] = []
         # Experts that run as one operation are not called as modules: inside they run one by one.
@@ -121,7 +123,8 @@ class Monitor:
 
 
 def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | None:
-    """Indices of whole runs of 128 rows (the last may be shorter), spread evenly; None for all rows.
+    """Rows that the monitor picks: indices of whole runs of 128 rows (the last may be shorter), spread evenly; None for
+    all rows.
 
     Example:
         >>> picked_rows(1000, 256, torch.device("cpu"))[[0, 127, 128, -1]].tolist()
@@ -137,8 +140,8 @@ def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | 
 
 @torch.no_grad()
 def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerStats:
-    """Errors of 8-bit tiles in a layer's tensors and matmuls on these rows; BF16's matmuls too where it uses them. A
-    frozen weight has no gradient: what that would be made of is not looked at.
+    """Measure a layer by the monitor: errors of 8-bit tiles in its tensors and matmuls on these rows; BF16's matmuls
+    too where it uses them. A frozen weight has no gradient: what that would be made of is not looked at.
 
     Args:
         layer: gives weight, kernels, kind of scale and present formats. Of a weight that is cut over ranks the part
@@ -179,7 +182,7 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
 
 
 def gemms_of(layer: Float8Linear) -> tuple[str, ...]:
-    """The matmuls of a layer: a frozen weight has none for its gradient.
+    """The matmuls of a layer that the monitor looks at: a frozen weight has none for its gradient.
 
     Example:
         >>> gemms_of(Float8Linear(128, 128).requires_grad_(False))
@@ -211,7 +214,7 @@ def _tensor(x: Tensor, tiled: TiledTensor) -> TensorStats:
 
 
 def compare(narrow: Tensor, shadow: Tensor) -> GemmStats:
-    """A matmul beside its shadow. Two matmuls of zeros agree.
+    """Compare a matmul beside its shadow, for the monitor. Two matmuls of zeros agree.
 
     Example:
         >>> compare(torch.tensor([0.9, 0.0]), torch.tensor([1.0, 0.0])).gain_low
@@ -239,8 +242,8 @@ def all_reduce_worst(
     *,
     group: dist.ProcessGroup | None,
 ) -> QuantStats:
-    """Evidence of matmuls over the ranks of a group, the worse of each number, so that all of them decide alike: one
-    all-reduce.
+    """The monitor's evidence of matmuls over the ranks of a group, the worse of each number, so that all of them decide
+    alike: one all-reduce.
 
     Args:
         evidence: of this rank.

@@ -98,7 +98,7 @@ class PrecisionController:
 
     @property
     def active(self) -> bool:
-        """True where it decides on evidence, besides following the schedule."""
+        """True where the precision controller is active: decides on evidence, besides following the schedule."""
         return self.settings is not None
 
     def __enter__(self) -> "PrecisionController":
@@ -106,7 +106,7 @@ class PrecisionController:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the layers the formats that they had."""
+        """Leave the precision controller: give the layers the formats that they had."""
         for layer, gemms in self._before:
             if layer.gemms != gemms:
                 layer.set_gemms(gemms, power_of_two=layer.power_of_two)
@@ -115,7 +115,8 @@ class PrecisionController:
     # ---- formats ----
 
     def enter(self, step: int) -> bool:
-        """Enter `step` (counted from 0): give the layers the formats that the controller wants; True if one changed.
+        """The precision controller enters `step` (counted from 0): give the layers the formats that the controller
+        wants; True if one changed.
 
         Call it before each step: other code (evaluation in FP32) may have set formats in between.
         """
@@ -135,7 +136,8 @@ class PrecisionController:
 
     @contextmanager
     def wider_precision(self) -> Iterator[None]:
-        """Inside, all matmuls are at least in BF16; in FP32, where all of them are in BF16 already."""
+        """Inside, the precision controller keeps all matmuls at least in BF16; in FP32, where all of them are in BF16
+        already."""
         formats = self.controller.formats()
         least = 1 if any(name == LEVELS[0] for name in formats.values()) else 2
         self._set({key: LEVELS[max(LEVELS.index(name), least)] for key, name in formats.items()})
@@ -147,20 +149,22 @@ class PrecisionController:
     # ---- samples ----
 
     def due(self, step: int) -> bool:
-        """True where `step` begins with a sample."""
+        """True where a sample of the precision controller is due: `step` begins with one."""
         settings = self.settings
         return settings is not None and (step % settings.interval == 0 or self.recalibrates(step))
 
     def recalibrates(self, step: int) -> bool:
-        """True where that sample is one of the larger ones."""
+        """True where that sample of the precision controller is one of the larger ones."""
         return self.settings is not None and step > 0 and step % self.settings.recalibrate_interval == 0
 
     def sample(self, step: int, passes: Iterable[Callable[[], object]]) -> None:
-        """Take a sample from extra passes (see `Monitor.sample`), judge it, and carry the moves out."""
+        """Sample by the precision controller from extra passes (see `Monitor.sample`), judge it, and carry the moves
+        out."""
         self.decide(step, self.monitor.sample(passes))
 
     def decide(self, step: int, evidence: QuantStats) -> None:
-        """Judge evidence of this rank, with that of the others, and carry the moves out."""
+        """The precision controller's decision: judge evidence of this rank, with that of the others, and carry the
+        moves out."""
         names = list(dict.fromkeys(site.layer for site in self.controller.sites))
         evidence = all_reduce_worst(evidence, names, _device_of(self.model), group=self._group)
         why = str(self.controller.suspect) if self.controller.suspect is not None else None
@@ -174,7 +178,8 @@ class PrecisionController:
         self._set(self.controller.formats())
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """Events since the last call, in JSON types: samples, moves, and moves that the budget refused."""
+        """Rows of the precision controller since the last call, in JSON types: samples, moves, and moves that the
+        budget refused."""
         rows = list(self._rows)
         self._rows.clear()
         return rows
@@ -182,7 +187,7 @@ class PrecisionController:
     # ---- steps ----
 
     def run_guarded(self, compute: Callable[[], tuple[float, float]]) -> tuple[str | None, str | None]:
-        """Compute a step, again in wider formats where it is bad.
+        """Run a step guarded by the precision controller: again in wider formats where it is bad.
 
         Args:
             compute: leaves gradients and returns loss and gradient norm, the same on all ranks. Called once or twice; a
@@ -214,8 +219,8 @@ class PrecisionController:
         return str(spike), f"{still}, also in wider formats"
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """The reason why the gradients of a step must not be used, for loops that cannot compute a step again; None
-        where they may.
+        """The precision controller's check: the reason why the gradients of a step must not be used, for loops that
+        cannot compute a step again; None where they may.
 
         A step that is out of line makes the next sample a search for what to move: see `Controller.suspect`.
         """
@@ -227,7 +232,8 @@ class PrecisionController:
         return None if verdict == APPLY else str(spike)
 
     def run(self, compute_loss: Callable[[], Tensor]) -> Outcome:
-        """One step of a plain loop: formats, a sample where one is due, forward, backward, and again where it is bad.
+        """Run one step of a plain loop under the precision controller: formats, a sample where one is due, forward,
+        backward, and again where it is bad.
 
         Args:
             compute_loss: runs the forward pass and returns the loss, a scalar. Its gradients are left in the
@@ -255,17 +261,18 @@ class PrecisionController:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next decisions depend on, in JSON types."""
+        """The precision controller's state: all that the next decisions depend on, in JSON types."""
         return {"steps": self.steps, "told": sorted(self.told), "controller": self.controller.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; the formats follow with the next `enter`."""
+        """Restore the precision controller from `state_dict()`; the formats follow with the next `enter`."""
         self.steps, self.told = int(state["steps"]), set(state["told"])
         self.controller.load_state_dict(state["controller"])
 
 
 def sites_of(model: nn.Module) -> list[GemmSite]:
-    """The matmuls of a model's layers with the formats that they have now, the least that they will have.
+    """Sites of the precision controller: the matmuls of a model's layers with the formats that they have now, the least
+    that they will have.
 
     The work of a matmul is taken as the number of its weight's elements: right for layers that see every token, too
     much for experts, all by the same factor. Frozen weights, under adapters, have no matmul of their gradient.
@@ -300,7 +307,8 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
 
 
 def grad_norm(model: nn.Module) -> float:
-    """Global norm of the gradients, over all ranks where they are sharded; 0 without any."""
+    """Global norm of the gradients for the precision controller, over all ranks where they are sharded; 0 without
+    any."""
     return total_norm(gradient_values(model.parameters()))
 
 
@@ -313,7 +321,8 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _over_ranks(loss: float, norm: float, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """The worse of each over the ranks, so that all of them judge alike; NaN counts as infinite."""
+    """The precision controller's numbers over ranks: the worse of each, so that all of them judge alike; NaN counts as
+    infinite."""
     if group is None:
         return loss, norm
     numbers = torch.tensor([loss, norm], dtype=torch.float64, device=device).nan_to_num(nan=float("inf"))

@@ -56,7 +56,7 @@ class ControllerSettings:
 
 
 def check_budget(sites: Sequence[GemmSite], budget: float) -> None:
-    """The policy itself may keep more work above 8 bits than a budget allows.
+    """Check a budget in the controller's settings: the policy itself may keep more work above 8 bits than it allows.
 
     Raises:
         FitError: it does; the error names the smallest budget that can be kept.

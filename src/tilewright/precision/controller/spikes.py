@@ -64,7 +64,7 @@ class SpikeDetector:
         self._norms: deque[float] = deque(maxlen=window)
 
     def spike(self, loss: float, grad_norm: float) -> Spike | None:
-        """The value out of line in this step, None where none is. Changes nothing."""
+        """A spike in this step: the value out of line, None where none is. Changes nothing."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return Spike("not_finite", loss if not math.isfinite(loss) else grad_norm, math.inf)
         if len(self._losses) < self.warmup:
@@ -76,29 +76,30 @@ class SpikeDetector:
         return Spike("grad_norm", grad_norm, highest) if grad_norm > highest else None
 
     def add(self, loss: float, grad_norm: float) -> None:
-        """Remember a step that was applied."""
+        """Add a step that was applied to those that spikes are measured against."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._losses.append(loss)
             self._norms.append(grad_norm)
 
     def forget(self) -> None:
-        """Start again: losses have moved to another level for good."""
+        """Forget the steps that spikes are measured against: losses have moved to another level for good."""
         self._losses.clear()
         self._norms.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps remembered."""
+        """The state of a detector of spikes: the steps remembered."""
         return {"losses": list(self._losses), "norms": list(self._norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Restore a detector of spikes from `state_dict()`."""
         self.forget()
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
 
 
 def upper_bound(values: Sequence[float], factor: float) -> float:
-    """The value that is `factor` spreads (1.4826 MAD, or 1 % of the median where that is more) above the median."""
+    """The bound of a spike: the value that is `factor` spreads (1.4826 MAD, or 1 % of the median where that is more)
+    above the median."""
     middle = median(values)
     spread = _SIGMA * median(abs(value - middle) for value in values)
     return middle + factor * max(spread, _LEAST_SPREAD * abs(middle))

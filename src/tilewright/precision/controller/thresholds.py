@@ -49,7 +49,8 @@ class Finding:
 
 
 def find(evidence: LayerStats, gemm: str, name: str, limits: dict[str, Threshold], *, relax: bool) -> Finding | None:
-    """The signal of a matmul in format `name` that is farthest beyond its limit, or nearest to it.
+    """Find the signal nearest a threshold: of a matmul in format `name` that is farthest beyond its limit, or nearest
+    to it.
 
     Args:
         evidence: of the layer.
@@ -78,7 +79,8 @@ def find(evidence: LayerStats, gemm: str, name: str, limits: dict[str, Threshold
 
 
 def excess(name: str, value: float, limit: float) -> float:
-    """How far a value is beyond its limit, as a ratio of errors: 1 is at the limit. Not a number: infinitely far.
+    """Excess over a threshold: how far a value is beyond its limit, as a ratio of errors: 1 is at the limit. Not a
+    number: infinitely far.
 
     Example:
         >>> excess("gain_error", 0.04, 0.02), round(excess("sqnr_db", 14.0, 20.0), 2), excess("cosine", math.nan, 0.99)

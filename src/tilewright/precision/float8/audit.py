@@ -70,7 +70,8 @@ class Audit:
         return cast(ConversionReport, self._model.precision_report)
 
     def rows(self) -> list[AuditRow]:
-        """One row per layer, matmul and format that ran; the present format also where it has not run yet."""
+        """Rows of an audit: one per layer, matmul and format that ran; the present format also where it has not run
+        yet."""
         names = {row.fqn: None for row in self._report.rows}
         found = self._own_rows()
         for of_rank in [] if self._others is None else self._others(found):
@@ -81,7 +82,7 @@ class Audit:
         return [row for fqn in names for row in found.get(fqn, [])]
 
     def _own_rows(self) -> dict[str, list[AuditRow]]:
-        """Of this rank's modules, by their names."""
+        """An audit's rows of this rank's modules, by their names."""
         modules = dict(self._model.named_modules())
         weights = tile_weights(self._model)
         counts = self._own_counts()
@@ -102,7 +103,7 @@ class Audit:
         return found
 
     def counts(self) -> Counts:
-        """Calls so far, those before a resume included; formats that never ran are left out."""
+        """Counts of an audit: calls so far, those before a resume included; formats that never ran are left out."""
         own = self._own_counts()
         for of_rank in [] if self._others is None else self._others(own):
             for fqn, ran in of_rank.items():
@@ -122,7 +123,7 @@ class Audit:
         }
 
     def check_no_fallbacks(self) -> None:
-        """Check that no matmul fell back to another format, for strict runs.
+        """Check by the audit that no matmul fell back to another format, for strict runs.
 
         Raises:
             HardwareError: something ran in another way than the policy says; all such matmuls, by reason.
@@ -141,11 +142,11 @@ class Audit:
         return {"step": step, "mode": report.policy.mode, "strict": report.policy.strict, "rows": rows}
 
     def state_dict(self) -> Counts:
-        """The counts, for a checkpoint."""
+        """The counts of an audit, for a checkpoint."""
         return self.counts()
 
     def load_state_dict(self, state: Counts) -> None:
-        """Go on from these counts."""
+        """Restore an audit from these counts."""
         self._before = state
         for module in self._model.modules():
             if "counts" in vars(module):
@@ -155,7 +156,7 @@ class Audit:
 
 
 def _ran(rows: list[AuditRow]) -> tuple[int, int]:
-    """How much is known of what ran: calls, and kernels where calls are not counted."""
+    """How much an audit knows of what ran: calls, and kernels where calls are not counted."""
     return sum(row.calls or 0 for row in rows), sum(row.kernel != "-" for row in rows)
 
 
@@ -201,7 +202,7 @@ def _given_over(row: ModuleRow, given: Given, counts: dict[str, dict[str, int]])
 
 
 def _known(known: str | None, name: str) -> GemmFormat:
-    """The format of a name among those that a layer knows."""
+    """The format of a name for an audit among those that a layer knows."""
     every = () if known is None else of_text(known)
     return next((each for each in every if each.name == name), named_format(name))
 
@@ -209,7 +210,8 @@ def _known(known: str | None, name: str) -> GemmFormat:
 def _kernel(
     kernels: Kernels, weight: Tensor, output_dtype: torch.dtype | None, gemm: str, form: GemmFormat
 ) -> tuple[str, str]:
-    """The implementation that a matmul of this format runs on, and why that is a fallback, if it is.
+    """The kernel in an audit: the implementation that a matmul of this format runs on, and why that is a fallback, if
+    it is.
 
     The input's gradient has the input's dtype, which is that of the layer's result wherever it is settled here.
     """
@@ -240,7 +242,7 @@ def _uncounted(row: ModuleRow, module: nn.Module | None) -> AuditRow:
 
 
 def _frozen(row: ModuleRow, module: FrozenFloat8Linear) -> Iterator[AuditRow]:
-    """A frozen weight has no gradient, and its two matmuls are not counted."""
+    """Audit of a frozen weight: it has no gradient, and its two matmuls are not counted."""
     assert module.kernels is not None, "`freeze_in_fp8` gives them"
     for gemm in ("fprop", "dgrad"):
         form = getattr(module, gemm)

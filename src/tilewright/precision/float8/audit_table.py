@@ -35,16 +35,16 @@ class AuditRow:
 
     @property
     def counted(self) -> bool:
-        """True where the calls were counted as they ran."""
+        """True where the calls in a row of an audit were counted as they ran."""
         return self.calls is not None
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain data."""
+        """A row of an audit as plain data."""
         return asdict(self)
 
 
 def read_rows(value: Mapping[str, Any]) -> list[AuditRow]:
-    """The rows of an audit.json.
+    """Read the rows of an audit's table, audit.json.
 
     Raises:
         KeyError, TypeError: it is none.
@@ -53,7 +53,8 @@ def read_rows(value: Mapping[str, Any]) -> list[AuditRow]:
 
 
 def folded(rows: Iterable[AuditRow]) -> list[tuple[AuditRow, int]]:
-    """Rows that differ only by the numbers in their layers' names as one, with their count and the sum of calls.
+    """Folded rows of an audit's table: those that differ only by the numbers in their layers' names as one, with their
+    count and the sum of calls.
 
     Example:
         >>> rows = [AuditRow(f"layers.{i}.up", "fprop", "bf16", "native", 3) for i in range(2)]
@@ -71,7 +72,7 @@ def folded(rows: Iterable[AuditRow]) -> list[tuple[AuditRow, int]]:
 
 
 def shown(rows: Sequence[AuditRow]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Cells of a compact table (see `COLUMNS`), and the reasons that its last column numbers.
+    """Cells of a compact audit table (see `COLUMNS`), and the reasons that its last column numbers.
 
     Matmuls of a layer that differ in nothing else share a line.
     """
@@ -105,7 +106,8 @@ class Difference:
 
 
 def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[Difference]:
-    """Matmuls that ran in other formats, by other kernels, in other shares of their calls or with other fallbacks.
+    """Differences of two audit tables: matmuls that ran in other formats, by other kernels, in other shares of their
+    calls or with other fallbacks.
 
     How long the runs were does not count: calls are compared as shares, to a tenth of a percent.
 
@@ -127,7 +129,8 @@ def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[D
 
 
 def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[tuple[str, str, str]]:
-    """(what, in the first run, in the second run) of one matmul. Formats that differ imply the other differences."""
+    """Compare audit tables by matmul: (what, in the first run, in the second run). Formats that differ imply the other
+    differences."""
     if not first or not second:
         yield "layers", _formats(first) or "not there", _formats(second) or "not there"
     elif _formats(first) != _formats(second):
@@ -139,7 +142,7 @@ def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[
 
 
 def _by_matmul(rows: Iterable[AuditRow]) -> dict[tuple[str, str], list[AuditRow]]:
-    """Rows by layer and matmul; formats that never ran left out, where others of the matmul did."""
+    """Rows of an audit table by layer and matmul; formats that never ran left out, where others of the matmul did."""
     matmuls: dict[tuple[str, str], list[AuditRow]] = {}
     for row in rows:
         matmuls.setdefault((row.layer, row.gemm), []).append(row)
@@ -169,11 +172,11 @@ def _shares(rows: Sequence[AuditRow]) -> str:
 
 
 def _sum_of_calls(rows: Iterable[AuditRow]) -> int | None:
-    """None where calls are not counted."""
+    """Sum of calls in an audit table; None where calls are not counted."""
     calls = [row.calls for row in rows if row.calls is not None]
     return sum(calls) if calls else None
 
 
 def _collapsed(layers: Iterable[str]) -> str:
-    """The layers' names as one."""
+    """Names of layers of an audit table collapsed to one."""
     return collapse_names(list(layers)) or "(model)"

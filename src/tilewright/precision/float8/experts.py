@@ -26,7 +26,8 @@ from tilewright.precision.policy.gemm_formats import Gemms
 
 
 def groupable(experts: Sequence[nn.Module]) -> bool:
-    """True where all experts' layers have 8-bit matmuls throughout and agree on their formats, and have no bias.
+    """True where experts can be grouped for FP8: their layers have 8-bit matmuls throughout and agree on their formats,
+    and have no bias.
 
     Nor adapters, which are added where a layer is called.
     """
@@ -40,8 +41,8 @@ def groupable(experts: Sequence[nn.Module]) -> bool:
 
 
 def _can_be_joined(gemms: Gemms) -> bool:
-    """Rows of several experts quantised together are what each of them would have alone. (One scale over all would be
-    another format.)"""
+    """True where FP8 experts can be joined: rows of several quantised together are what each of them would have alone.
+    (One scale over all would be another format.)"""
     forms = {each.operands.input for each in gemms.formats if each.operands is not None}
     forms |= {each.operands.gradient for each in gemms.formats if each.operands is not None}
     return all(form.in_rows for form in forms) and len({form.tile.cols for form in forms}) == 1
@@ -51,11 +52,12 @@ class ExpertRunner:
     """down(silu(gate(x)) * up(x)) of all experts, each on its own rows."""
 
     def fits(self, experts: Sequence[nn.Module]) -> bool:
-        """True where they agree, as a switch at run time may have set them apart, and tensors have memory to cut."""
+        """True where FP8 experts fit to run as one: they agree, as a switch at run time may have set them apart, and
+        tensors have memory to cut."""
         return not in_func_transform() and groupable(experts)
 
     def __call__(self, rows: Sequence[Tensor], experts: Sequence[nn.Module]) -> list[Tensor]:
-        """Rows of each expert [n, K] -> its result [n, K]."""
+        """Run FP8 experts: rows of each [n, K] -> its result [n, K]."""
         counts = [len(x) for x in rows]
         gates, ups, downs = (_projections(experts, name) for name in ("gate_proj", "up_proj", "down_proj"))
         first = gates[0]
@@ -74,14 +76,14 @@ class ExpertRunner:
 
 
 def _projections(experts: Sequence[nn.Module], name: str) -> list[Float8Linear]:
-    """One layer of each expert: they are as `groupable` says."""
+    """One layer of each FP8 expert: they are as `groupable` says."""
     return [cast(Float8Linear, getattr(expert, name)) for expert in experts]
 
 
 def grouped_tile_linear(
     x_PK: Tensor, counts: Sequence[int], layers: Sequence[Float8Linear], copies: InputCopies | None = None
 ) -> Tensor:
-    """x W_e^T for each expert e on its rows.
+    """Grouped FP8 linear of experts: x W_e^T for each expert e on its rows.
 
     Args:
         x_PK: rows of expert 0, zero rows up to a multiple of 128, rows of expert 1, ...
@@ -111,7 +113,7 @@ def _copies(x_PK: Tensor, first: Float8Linear) -> InputCopies:
 
 
 def _spans(counts: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """First and last row of each expert, its padding to tiles of this width included."""
+    """Spans of FP8 experts: first and last row of each, its padding to tiles of this width included."""
     ends = list(accumulate(-(-count // width) * width for count in counts))
     return list(zip([0, *ends], ends, strict=False))
 

@@ -54,12 +54,13 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
     """The layer's class before."""
 
     def set_formats(self, compute: str, output: str, *, round_tf32: bool) -> None:
-        """Set 16- or 32-bit matmuls; see `Cast.set_formats`. TF32 is not emulated for a weight of 3 bits: FP32."""
+        """Set 16- or 32-bit matmuls of a frozen FP8 linear layer; see `Cast.set_formats`. TF32 is not emulated for a
+        weight of 3 bits: FP32."""
         self.fprop = self.dgrad = named_format("fp32" if compute == "tf32" else compute)
         self.output_dtype = SPECS[output].dtype
 
     def set_gemms(self, gemms: Gemms, *, power_of_two: bool) -> None:
-        """Set the matmuls' formats; the weight keeps its scales.
+        """Set the formats of a frozen FP8 linear layer's matmuls; the weight keeps its scales.
 
         Raises:
             ConfigError: weights in another format than E4M3 with block scales, which the stored one has.

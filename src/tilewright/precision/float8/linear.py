@@ -44,7 +44,7 @@ from tilewright.precision.policy.gemm_formats import (
 
 
 def operands_of(gemms: Gemms, *, power_of_two: bool = True) -> Operands:
-    """Formats of a layer's operands; without one, those it may be moved to at run time."""
+    """Formats of an FP8 linear layer's operands; without one, those it may be moved to at run time."""
     return (gemms.operands or TILES).relaxed(power_of_two=power_of_two)
 
 
@@ -85,7 +85,8 @@ class Float8Linear(Cast, nn.Linear):
     through the buffers of two models (an average of weights, DDP) finds the same ones in a copy, which has none."""
 
     def configure(self, gemms: Gemms, *, power_of_two: bool, keep: str = "qdata", strict: bool = False) -> None:
-        """Set the formats, and for them what compiled code and producers of the input depend on.
+        """Configure an FP8 linear layer: set the formats, and for them what compiled code and producers of the input
+        depend on.
 
         Args:
             gemms: formats of the matmuls.
@@ -107,7 +108,7 @@ class Float8Linear(Cast, nn.Linear):
         self._write(gemms)
 
     def set_gemms(self, gemms: Gemms, *, power_of_two: bool | None = None) -> None:
-        """Move matmuls to other formats, from their next call on. Compiled code stays valid.
+        """Set the formats of an FP8 linear layer's matmuls, from their next call on. Compiled code stays valid.
 
         Args:
             gemms: formats of the matmuls.
@@ -153,25 +154,27 @@ class Float8Linear(Cast, nn.Linear):
 
     @property
     def switch(self) -> RuntimeFormats:
-        """Formats, kernels and counters that the matmuls read."""
+        """The switch of an FP8 linear layer: formats, kernels and counters that the matmuls read."""
         return RuntimeFormats(self.known, self.formats, self.counts)
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Matmul -> format -> calls since `reset_executed`, for formats that ran."""
+        """Executed matmuls of an FP8 linear layer: matmul -> format -> calls since `reset_executed`, for formats that
+        ran."""
         return RuntimeFormats(self.known, self.formats, self.counts).executed()
 
     def note_executed(self, *names: str) -> None:
-        """Count a call of these matmuls, which ran elsewhere (see `experts`) in their present formats."""
+        """Note executed matmuls of an FP8 linear layer, which ran elsewhere (see `experts`) in their present
+        formats."""
         for name in names:
             gemm = GEMM_NAMES.index(name)
             self.counts[gemm, self.formats[gemm]] += 1
 
     def reset_executed(self) -> None:
-        """Count from zero."""
+        """Reset the executed calls of an FP8 linear layer: count from zero."""
         self.counts.zero_()
 
     def keep_weight(self, keep: bool) -> None:
-        """Keep FP8 data of the weight from one pass to the next, 1 byte per element, or forget them.
+        """Keep FP8 data of a linear layer's weight from one pass to the next, 1 byte per element, or forget them.
 
         They are checked against the weight in each use (`weight_store`). A copy of the layer starts without.
         """
@@ -179,7 +182,8 @@ class Float8Linear(Cast, nn.Linear):
         self.weight_store = new_store(self.weight, self.operand_formats.weight) if keep else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which are other models and quantise their weights in each pass."""
+        """State of an FP8 linear layer for copies and pickles, which are other models and quantise their weights in
+        each pass."""
         return {**vars(self), "keeps_weight": False, "weight_store": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -220,7 +224,8 @@ class Float8Linear(Cast, nn.Linear):
         return self.kernels
 
     def quantized_weight(self, weight_MK: Tensor | None = None, *, transposed: bool = False) -> TiledTensor:
-        """The weight (or another in its place, as a backward has saved it) as the GEMMs read it, see `weight_operand`.
+        """The quantised weight of an FP8 linear layer (or another in its place, as a backward has saved it) as the
+        GEMMs read it, see `weight_operand`.
 
         Where the layer keeps FP8 data, these, checked: the next call may write to them.
         """
@@ -228,17 +233,18 @@ class Float8Linear(Cast, nn.Linear):
         return weight_operand(self.weight_store, weight_MK, self._kernels(), form, transposed=transposed)
 
     def extra_repr(self) -> str:
-        """nn.Linear's own text and the formats."""
+        """Text of an FP8 linear layer: nn.Linear's own and the formats."""
         return f"{nn.Linear.extra_repr(self)}, gemms={self.gemms}"
 
 
 def float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
-    """The layers whose matmuls have formats of their own, by name, in the order of the model."""
+    """FP8 linear layers of a model, whose matmuls have formats of their own, by name, in the order of the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
 def new_switch(gemms: Gemms, *, power_of_two: bool = True) -> RuntimeFormats:
-    """Formats as given and counts of zero: ordinary tensors on the host, whatever context they are made in."""
+    """A new switch of an FP8 linear layer: formats as given and counts of zero: ordinary tensors on the host, whatever
+    context they are made in."""
     known = _known(gemms.formats, power_of_two)
     with torch.inference_mode(False):
         formats = _indices(gemms, known)
@@ -248,7 +254,8 @@ def new_switch(gemms: Gemms, *, power_of_two: bool = True) -> RuntimeFormats:
 
 @functools.lru_cache(maxsize=256)
 def _known(formats: tuple[GemmFormat, ...], power_of_two: bool) -> str:
-    """The formats that recipes name and these, in the order that counts have. Of one name, the one that is given."""
+    """Known formats of an FP8 linear layer: those that recipes name and these, in the order that counts have. Of one
+    name, the one that is given."""
     every = (each.relaxed(power_of_two=power_of_two) for each in (*FORMATS, *formats) if each in FORMATS or each.scaled)
     return to_text(tuple({each.name: each for each in every}.values()))
 

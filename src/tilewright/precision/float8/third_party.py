@@ -38,17 +38,17 @@ class Owned:
     transposed: bool = False
 
     def features(self, module: nn.Module) -> tuple[int, int]:
-        """In and out features of the matrix, or of each."""
+        """In and out features of a third-party module's matrix, or of each."""
         rows, columns = getattr(module, self.name).shape[-2:]
         return (rows, columns) if self.transposed else (columns, rows)
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """Weight and bias."""
+        """Weight and bias of a third-party module."""
         return [getattr(module, name) for name in (self.name, self.bias) if name]
 
 
 def owned(module: Any) -> tuple[Owned, ...]:
-    """The weights of a module that can be given over; none for a module of any other kind.
+    """Owned weights of a third-party module that can be given over; none for a module of any other kind.
 
     Example:
         >>> owned(nn.Linear(2, 2))
@@ -71,7 +71,7 @@ class Given:
 
 
 def tile_weights(model: nn.Module) -> dict[str, Given]:
-    """The weights of a model that were given over, by the names of their rows in the report."""
+    """Weights of third-party modules that were given over, by the names of their rows in the report."""
     return {
         row_name(fqn, weight): Given(getattr(module, weight.name), module.tile_weights[weight.name])
         for fqn, module in model.named_modules()
@@ -81,17 +81,18 @@ def tile_weights(model: nn.Module) -> dict[str, Given]:
 
 
 def counters(model: nn.Module) -> list[Tensor]:
-    """The counts of what was executed of these weights, which a pass that leaves nothing behind puts back."""
+    """Counters of what was executed of third-party weights, which a pass that leaves nothing behind puts back."""
     return [given.matmuls.counts for given in tile_weights(model).values()]
 
 
 def row_name(fqn: str, weight: Owned) -> str:
-    """Name of a weight in reports and rules: its module, or its own name where the module has several."""
+    """Name of a third-party weight in reports and rules: its module, or its own name where the module has several."""
     return f"{fqn}.{weight.name}" if weight.stacked and fqn else weight.name if weight.stacked else fqn
 
 
 def give_over(module: Any) -> dict[str, Float8Weight]:
-    """Make a module's matmuls those of `Float8Weight`s, one for each weight by its name. They start in FP32."""
+    """Give a third-party module over: make its matmuls those of `Float8Weight`s, one for each weight by its name. They
+    start in FP32."""
     if not isinstance(module, _GivenOver):
         module.tile_weights = {weight.name: Float8Weight() for weight in owned(module)}
         derive(module, _given_conv1d if _is_conv1d(module) else _given_experts)
@@ -123,7 +124,7 @@ def _given_over(way: type, plain: type[nn.Module], maker: Maker) -> type[nn.Modu
 
 
 def _is_conv1d(module: Any) -> bool:
-    """A model can only hold one where transformers is imported already."""
+    """True for a third-party Conv1D. A model can only hold one where transformers is imported already."""
     source = sys.modules.get("transformers.pytorch_utils")
     return source is not None and isinstance(module, source.Conv1D)
 
@@ -133,7 +134,7 @@ class _Conv1D(_GivenOver):
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., M]."""
+        """Forward of a third-party Conv1D: x [..., K] -> [..., M]."""
         return self.tile_weights["weight"].linear(x, self.weight.T, self.bias)
 
 
@@ -144,7 +145,7 @@ _INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_ga
 
 
 def _is_stacked(module: Any) -> bool:
-    """Experts behind transformers' interface, all of them on this device."""
+    """True for third-party stacked experts, behind transformers' interface, all of them on this device."""
     if not all(hasattr(module, name) for name in _INTERFACE) or getattr(module, "_is_expert_parallel", False):
         return False
     # Read as its code reads them: where other ranks hold other experts, a part stands there while it runs.
@@ -156,7 +157,8 @@ class _Stacked(_GivenOver):
     """Each token's experts, weighted and summed, as transformers' own implementations compute them."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [N, K], index [N, C] int64 and weights [N, C] of the chosen experts -> [N, K].
+        """Forward of third-party stacked experts: hidden_states [N, K], index [N, C] int64 and weights [N, C] of the
+        chosen experts -> [N, K].
 
         An index of E or more is no expert's, and adds nothing.
         """
@@ -167,8 +169,8 @@ class _Stacked(_GivenOver):
         return self.run_experts(hidden_states, top_k_index, top_k_weights)
 
     def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run the experts that tokens were routed to: see `forward`. Not for compiled code: shapes depend on the
-        data."""
+        """Run the third-party experts that tokens were routed to: see `forward`. Not for compiled code: shapes depend
+        on the data."""
         num_tokens, num_chosen = top_k_index.shape
         experts = top_k_index.reshape(-1)
         order = experts.argsort(stable=True)
@@ -195,7 +197,7 @@ class _Stacked(_GivenOver):
 
 
 def _rows_of_each(experts: Tensor, num_experts: int) -> list[int]:
-    """How many choices fall on each expert, and at the end on none."""
+    """Rows of each third-party expert: how many choices fall on it, and at the end on none."""
     if isinstance(experts, FakeTensor):  # a plan's: nobody chooses, so all are equally busy
         share, rest = divmod(experts.numel(), num_experts)
         return [share + (index < rest) for index in range(num_experts)] + [0]

@@ -39,20 +39,20 @@ class ExpertLoop:
         self.counts = list(counts)
 
     def split(self, x_PK: Tensor) -> Sequence[Tensor]:
-        """The rows of each expert."""
+        """Rows of each expert, split for an FP8 weight."""
         return x_PK.split(self.counts)
 
     def unbind(self, stack: Tensor) -> Sequence[Tensor]:
-        """The parts of a stack [E, ...], one per expert. Not stack[e]: each such view writes a gradient of the
-        whole."""
+        """The parts of an FP8 weight's stack [E, ...], one per expert. Not stack[e]: each such view writes a gradient
+        of the whole."""
         return stack.unbind()
 
     def each(self, of: Callable[[int], T]) -> list[T]:
-        """Values of a function of the number of each expert."""
+        """Each expert of an FP8 weight: values of a function of its number."""
         return [of(expert) for expert in range(len(self.counts))]
 
     def join(self, outs_PM: Sequence[Tensor]) -> Tensor:
-        """The rows of all experts."""
+        """Rows of all experts of an FP8 weight, joined."""
         return torch.cat([out for out, count in zip(outs_PM, self.counts, strict=True) if count])
 
 
@@ -72,7 +72,7 @@ class Float8Weight:
         self.switch = new_switch(Gemms.all("bf16"))
 
     def set_formats(self, compute: str, output: str) -> None:
-        """Set matmuls of 16 or 32 bits.
+        """Set matmuls of 16 or 32 bits with an FP8 weight.
 
         Args:
             compute: format of the operands, by name ("bf16").
@@ -82,24 +82,25 @@ class Float8Weight:
         self.compute_dtype, self.output_dtype = SPECS[compute].dtype, SPECS[output].dtype
 
     def set_gemms(self, gemms: Gemms, output: str, *, power_of_two: bool) -> None:
-        """Set the format of each matmul; see `Float8Linear.configure`."""
+        """Set the format of each matmul with an FP8 weight; see `Float8Linear.configure`."""
         self.gemms, self.output_dtype = gemms, SPECS[output].dtype
         self.operand_formats = operands_of(gemms, power_of_two=power_of_two)
         self.switch = new_switch(gemms, power_of_two=power_of_two).after(self.switch)
 
     @property
     def counts(self) -> Tensor:
-        """int64 [3, known] on the host: matmuls that ran, of stacked weights one for each expert."""
+        """Counts of an FP8 weight's matmuls, int64 [3, known] on the host: those that ran, of stacked weights one for
+        each expert."""
         return self.switch.counts
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Matmul -> format -> calls so far, for formats that ran."""
+        """Executed matmuls of an FP8 weight: matmul -> format -> calls so far, for formats that ran."""
         return self.switch.executed()
 
     # ---- one matrix ----
 
     def linear(self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
-        """x W^T + b. x [..., K] any float dtype -> [..., M] `output_dtype`."""
+        """Linear with an FP8 weight: x W^T + b. x [..., K] any float dtype -> [..., M] `output_dtype`."""
         with torch.autocast(x.device.type, enabled=False):
             out_NM = self._multiply(x.reshape(-1, x.shape[-1]), weight_MK, bias_M, None)
         return out_NM.view(*x.shape[:-1], out_NM.shape[-1])
@@ -127,7 +128,7 @@ class Float8Weight:
 
     @property
     def _keeps_value(self) -> bool:
-        """Backward keeps the input itself: the weight's gradient has no 8-bit operands."""
+        """True where backward of an FP8 weight keeps the input itself: the weight's gradient has no 8-bit operands."""
         return self.gemms is not None and not self.gemms.wgrad.scaled
 
     @property
@@ -139,7 +140,8 @@ class Float8Weight:
     # ---- a stack of matrices ----
 
     def grouped(self, x_PK: Tensor, counts: Sequence[int], stack_EMK: Tensor, bias_EM: Tensor | None) -> Tensor:
-        """x W_e^T + b_e for each expert e on its rows. An expert without rows does nothing, and its gradient is zero.
+        """Grouped linear with FP8 weights: x W_e^T + b_e for each expert e on its rows. An expert without rows does
+        nothing, and its gradient is zero.
 
         Args:
             x_PK: rows of expert 0, of expert 1, ...; any float dtype.
@@ -165,7 +167,7 @@ class Float8Weight:
         return loop.join(outs)
 
     def _grouped_copies(self, x_PK: Tensor, loop: ExpertLoop, wants_dw: bool) -> Sequence[InputCopies | None]:
-        """Copies of each expert's rows, all quantised at once.
+        """Grouped copies for an FP8 weight: of each expert's rows, all quantised at once.
 
         Each expert's rows begin at a whole tile there, so that no tile of a column-wise copy holds two experts'. With
         a scale per tensor each expert has its own, and quantises for itself.

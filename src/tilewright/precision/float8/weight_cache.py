@@ -54,14 +54,14 @@ class QuantizedWeights:
         self.refresh()
 
     def layers(self, among: Iterable[nn.Module] | None = None) -> list[Float8Linear]:
-        """The layers whose codes are kept, of these modules or of all. They change when the model's policy does: call
-        `refresh` then."""
+        """Layers in the cache of quantised weights, whose codes are kept, of these modules or of all. They change when
+        the model's policy does: call `refresh` then."""
         modules = self._model.modules() if among is None else among
         return [module for module in modules if isinstance(module, Float8Linear) and module not in self._without]
 
     @torch.no_grad()
     def refresh(self, among: Iterable[nn.Module] | None = None) -> None:
-        """Quantise what has changed now, of all weights or of those of some modules."""
+        """Refresh the cache of quantised weights: quantise what has changed now, of all or of those of some modules."""
         layers = self.layers(among)
         if layers and self._handle is None:  # without a layer in FP8 there is nothing to do after a step
             self._handle = self._optimizer.register_step_post_hook(lambda *_: self.refresh())
@@ -72,18 +72,18 @@ class QuantizedWeights:
                 layer.quantized_weight()
 
     def leave(self, modules: Iterable[nn.Module]) -> None:
-        """These modules' weights go elsewhere: keep nothing of them, each pass quantises them."""
+        """Leave the cache of quantised weights: those of these modules go elsewhere: each pass quantises them."""
         for layer in self.layers(modules):
             layer.keep_weight(False)
         self._without.update(modules)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """These modules' weights are back."""
+        """Keep these modules' weights in the cache of quantised ones again."""
         self._without.difference_update(modules)
         self.refresh(modules)
 
     def close(self) -> None:
-        """Keep nothing: layers quantise in each pass again."""
+        """Close the cache of quantised weights: layers quantise in each pass again."""
         if self._handle is not None:
             self._handle.remove()
         for layer in self.layers():

@@ -14,7 +14,7 @@ from tilewright.precision.float8.linear import Float8Linear
 
 
 def share_inputs(model: nn.Module) -> None:
-    """Layers that read one input share its quantised copies.
+    """Wire layers that read one input to share its quantised copies.
 
     Modules of our own models name the only readers of what they make (`quantized_readers`) and hand the copies over
     with it; elsewhere layers side by side, such as query, key and value, find each other's copies.
@@ -42,7 +42,7 @@ def share_inputs(model: nn.Module) -> None:
 
 
 def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
-    """Drop the copies at the end of the parent's forward, whether or not all of its layers took them."""
+    """End the wiring of shared copies with the parent's forward, whether or not all of its layers took them."""
     if torch.compiler.is_compiling():
         return
     for child in module.children():
@@ -51,7 +51,7 @@ def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _reads_both(reader: Float8Linear, first: Float8Linear) -> bool:
-    """True for a layer that takes both copies, by rows, in the format of the first.
+    """For the wiring, true for a layer that takes both copies, by rows, in the format of the first.
 
     A layer that keeps its input itself takes the row-wise copy alone, so it quantises that.
     """
@@ -60,7 +60,7 @@ def _reads_both(reader: Float8Linear, first: Float8Linear) -> bool:
 
 
 def group_experts(model: nn.Module) -> None:
-    """Experts whose layers agree run as one operation."""
+    """Wire experts as a group: those whose layers agree run as one operation."""
     for module in cast(Iterable[Any], model.modules()):
         if "expert_runner" in vars(module):
             module.expert_runner = ExpertRunner() if groupable(list(module.experts)) else None

@@ -61,23 +61,23 @@ class IntegerCompute:
 
     @property
     def tile(self) -> Tile:
-        """Which elements of the weight share a scale."""
+        """The tile of an integer compute format: which elements of the weight share a scale."""
         return Tile(1, self.group)
 
     def scale(self, weight_MK: Tensor) -> Tensor:
-        """The weight's scales, FP32, from its present values."""
+        """Scales of a weight in an integer compute format, FP32, from its present values."""
         if not self.group:
             return pair_scale(weight_MK.detach())
         scale, _ = scale_of_range(*tile_range(weight_MK.detach(), self.tile), self.spec)
         return half_scale(scale)
 
     def weight(self, weight_MK: Tensor) -> Tensor:
-        """The rounded weight, in FP32; the gradient passes straight through."""
+        """The weight rounded to an integer compute format, in FP32; the gradient passes straight through."""
         weight_MK = weight_MK.to(torch.float32)
         return round_to_integers(weight_MK, self.scale(weight_MK), None, self.tile, self.spec, clip=False)
 
     def quantize(self, weight_MK: Tensor) -> IntegerTensor:
-        """Codes and scales that `weight` decodes to."""
+        """Codes and scales of an integer compute format that `weight` decodes to."""
         weight_MK = weight_MK.detach().to(torch.float32)
         scale = self.scale(weight_MK)
         return IntegerTensor(
@@ -85,7 +85,7 @@ class IntegerCompute:
         )
 
     def input(self, x: Tensor) -> Tensor:
-        """x [..., K] as the layer reads it, in its own dtype."""
+        """Input x [..., K] in an integer compute format as the layer reads it, in its own dtype."""
         if not self.rounds_inputs or not x.numel():
             return x
         x_MK = x.reshape(-1, x.shape[-1])
@@ -110,11 +110,11 @@ class IntegerTrainedLinear(CastLinear):
     """Set by `convert`."""
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and weight as they are multiplied; see `CastLinear.operands`."""
+        """Operands in an integer compute format: input and weight as they are multiplied; see `CastLinear.operands`."""
         return self.integers.input(x), self.integers.weight(self.weight)
 
     def extra_repr(self) -> str:
-        """CastLinear's own text and the format."""
+        """Text of a linear layer in an integer compute format: CastLinear's own and the format."""
         return f"{super().extra_repr()}, rounded to {self.integers.name}"
 
 
@@ -125,9 +125,9 @@ class IntegerTrainedEmbedding(CastEmbedding):
     """Set by `convert`."""
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Rows of the table, rounded: see `CastEmbedding.rows`."""
+        """Rows of an embedding in an integer compute format, rounded: see `CastEmbedding.rows`."""
         return self.integers.weight(rows.flatten(0, -2)).view(rows.shape)
 
     def extra_repr(self) -> str:
-        """The embedding's own text and the format."""
+        """Text of an embedding in an integer compute format: its own and the format."""
         return f"{super().extra_repr()}, rounded to {self.integers.name}"

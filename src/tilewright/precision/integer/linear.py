@@ -62,7 +62,7 @@ class Int8Linear(HoldsCodes):
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, machine: Machine | None = None, kernel: str = "auto") -> "Int8Linear":
-        """The layer's weight rounded to nearest.
+        """An INT8 linear layer from a linear one: the weight rounded to nearest.
 
         Raises:
             NumericsError: the weight is not finite.
@@ -82,7 +82,7 @@ class Int8Linear(HoldsCodes):
 
     @property
     def qdata(self) -> Tensor:
-        """int8 codes [N, K]. Whoever reads this may write into it."""
+        """Codes of an INT8 linear layer, int8 [N, K]. Whoever reads this may write into it."""
         self._looked_into = True
         return self._qdata
 
@@ -98,11 +98,12 @@ class Int8Linear(HoldsCodes):
             yield
 
     def prepared(self) -> Int8Weight:
-        """The weight as its kernel reads it, and which kernel that is (`chosen`)."""
+        """The prepared weight of an INT8 linear layer as its kernel reads it, and which kernel that is (`chosen`)."""
         return replace(self._up_to_date(), qdata_NK=self.qdata, scale_N=self.scale[:, 0])
 
     def _up_to_date(self) -> Int8Weight:
-        """Operands prepared of the codes that are there now; it does not hold them."""
+        """Operands of an INT8 linear layer, up to date: prepared of the codes that are there now; it does not hold
+        them."""
         looked_into, self._looked_into = self._looked_into, False  # first: what is written from here on counts again
         made = self._prepared
         fits = made is not None and made.scale_N.shape == self.scale.shape[:1]
@@ -119,7 +120,7 @@ class Int8Linear(HoldsCodes):
         return self._prepared
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] of any float dtype -> [..., N] of the same."""
+        """Forward of an INT8 linear layer: x [..., K] of any float dtype -> [..., N] of the same."""
         if torch.compiler.is_compiling() and self._prepared is not None:
             made = self._prepared
             made_from = made.made_from if self._looked_into else None  # compared in the kernel
@@ -132,5 +133,5 @@ class Int8Linear(HoldsCodes):
         return self.__dict__ | {"_prepared": None, "_looked_into": True}
 
     def extra_repr(self) -> str:
-        """Sizes and kernel."""
+        """Text of an INT8 linear layer: sizes and kernel."""
         return f"{self.in_features} -> {self.out_features}, int8, kernel {self._up_to_date().chosen.candidate.name}"

@@ -36,12 +36,12 @@ class Adapted(nn.Module):
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True where a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
+    """For adapters, true where a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
     return any(weight.transposed and not weight.stacked for weight in owned(module))
 
 
 def attach(module: Any, rank: int, scaling: float, rslora: bool, dropout: float) -> None:
-    """Put an adapter on a layer, without values.
+    """Attach an adapter to a layer, without values.
 
     Args:
         module: a linear layer.
@@ -75,7 +75,8 @@ def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tens
 
 
 def kept_by(key_N: Tensor, width: int, dropout: float) -> Tensor:
-    """Which elements [N, K] of rows are left, a pure function of their keys and columns.
+    """Dropout of adapters' inputs by keys: which elements [N, K] of rows are left, a pure function of their keys and
+    columns.
 
     Args:
         key_N: int32.
@@ -92,9 +93,9 @@ def kept_by(key_N: Tensor, width: int, dropout: float) -> Tensor:
 
 
 def _zero_some(module: Any, x: Tensor) -> Tensor:
-    """x [..., K] without some of its elements. A rank with some of the columns of all draws for all of them, as the
-    ranks with the others do from the same state: each drops what one process would. Rows that have keys, as those of
-    routed experts, lose what these say, on whatever rank."""
+    """Zero some inputs of an adapter: x [..., K] without some of its elements. A rank with some of the columns of all
+    draws for all of them, as the ranks with the others do from the same state: each drops what one process would. Rows
+    that have keys, as those of routed experts, lose what these say, on whatever rank."""
     if (key_N := vars(module).get("row_keys")) is not None:
         kept_NK = kept_by(key_N, x.shape[-1], module.lora_dropout)
         return torch.where(kept_NK, x / (1 - module.lora_dropout), 0.0)

@@ -26,7 +26,8 @@ _ADAPTER = ("lora_A", "lora_B")
 
 
 def can_fill(model: Model, folder: Path | str) -> bool:
-    """True where `fill_adapted` can fill this model from the folder: the names there are the model's own.
+    """True where adapters' models can be filled lazily: `fill_adapted` can fill this one from the folder: the names
+    there are the model's own.
 
     Args:
         model: on the meta device, without adapters yet.
@@ -40,7 +41,8 @@ def can_fill(model: Model, folder: Path | str) -> bool:
 
 @torch.no_grad()
 def fill_adapted(model: Model, folder: Path | str, device: torch.device | str, seed: int) -> None:
-    """Give a model on the meta device its memory and values, in the formats that it has there.
+    """Fill an adapted model lazily: give one on the meta device its memory and values, in the formats that it has
+    there.
 
     FP8 layers get the folder's codes as they are, or are encoded one at a time. Parameters are new objects afterwards,
     tied ones stay tied: make the optimizer later.
@@ -87,7 +89,7 @@ def _frozen(module: nn.Module) -> bool:
 
 
 def _allocate(module: nn.Module, device: torch.device | str) -> None:
-    """Memory for a module's own buffers and codes."""
+    """Memory for a lazily loaded module's own buffers and codes."""
     for name, buffer in (module._buffers | codes_of(module)).items():
         if buffer is not None and buffer.is_meta:
             setattr(module, name, torch.empty_like(buffer, device=device))

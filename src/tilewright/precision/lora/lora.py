@@ -68,7 +68,8 @@ def add_lora(
     kernels: Kernels | None = None,
     seed: int = 0,
 ) -> list[str]:
-    """Freeze a model and put adapters on its linear layers, in place. The first output is that of the base alone.
+    """Add LoRA: freeze a model and put adapters on its linear layers, in place. The first output is that of the base
+    alone.
 
     A layer whose weight the module around it takes without calling it, as attention of WavLM does, gets none, and a
     warning names it: its adapter would never run.
@@ -150,7 +151,7 @@ def _freeze_in_fp8(model: nn.Module, layers: Mapping[str, nn.Linear], kernels: K
 
 @torch.no_grad()
 def init_lora(model: nn.Module, seed: int) -> None:
-    """First values: A uniform as in peft, each layer from a generator seeded by its name; B zero."""
+    """Initial values of LoRA: A uniform as in peft, each layer from a generator seeded by its name; B zero."""
     for name, module in adapted_layers(model).items():
         if module.lora_A.device.type != "meta":
             generator = torch.Generator().manual_seed(name_seed(seed, name))
@@ -160,13 +161,13 @@ def init_lora(model: nn.Module, seed: int) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """The layers with adapters, by name."""
+    """Layers with LoRA adapters, by name."""
     return {name: cast(Adapted, module) for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> list[str]:
-    """Add the adapters to the weights and take them off: layers as before `add_lora`, FP8 ones in FP32.
+    """Merge LoRA: add the adapters to the weights and take them off: layers as before `add_lora`, FP8 ones in FP32.
 
     What was frozen before `add_lora` is frozen again, all else trains. A layer that shared its weight has one of its
     own afterwards, as its adapters were its own; a warning names it.
@@ -214,7 +215,7 @@ def merge_lora(model: nn.Module) -> list[str]:
 
 
 def _mark_draws(model: nn.Module) -> None:
-    """Say of mixtures of experts whether adapters of experts draw what they drop."""
+    """For LoRA, mark mixtures of experts whose adapters of experts draw what they drop."""
     for module in model.modules():
         if isinstance(module, MoE):
             module.draws = any(vars(part).get("lora_dropout", 0.0) for part in module.experts.modules())
@@ -233,17 +234,17 @@ def _check_whole(model: nn.Module, layers: Collection[str]) -> None:
 
 
 def _whole(param: Tensor) -> Tensor:
-    """All values of a parameter, FP32: one that ranks hold parts of is put together."""
+    """All values of a LoRA parameter, FP32: one that ranks hold parts of is put together."""
     return (param.full_tensor() if isinstance(param, DTensor) else param).float()
 
 
 def _as_part(part: Tensor, like: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds where it is in parts as another is; itself where that one is whole."""
+    """For LoRA, the part of a tensor that this rank holds where another is in parts; itself where that one is whole."""
     return sharded_like(part, like.shape, like) if isinstance(like, DTensor) else part
 
 
 def _convert_again(model: nn.Module) -> None:
-    """Carry the policies of converted parts out once more: what fuses layers with their neighbours must know them."""
+    """Convert again after LoRA: what fuses layers with their neighbours must know their policies."""
     for module in model.modules():
         if "precision_report" in vars(module):
             set_mode(module, cast(ConversionReport, module.precision_report).policy)
@@ -264,8 +265,8 @@ def load_lora_decoder(
     seed: int = 0,
     read: Callable[[Path | str], DecoderConfig] = read_config,
 ) -> Decoder:
-    """A decoder with adapters from a folder of Llama, Mistral or DeepSeek-V3 layout, or of what `read` reads; arguments
-    as in `add_lora`.
+    """Load a decoder with LoRA adapters from a folder of Llama, Mistral or DeepSeek-V3 layout, or of what `read` reads;
+    arguments as in `add_lora`.
 
     FP8 weights of the folder become the layers' codes and scales as they are, without being decoded, so the model never
     takes more than about a byte per weight. Weights in another format are encoded one by one.
@@ -287,7 +288,8 @@ def load_lora_decoder(
 
 @torch.no_grad()
 def load_fp8_weights(model: nn.Module, folder: Path | str) -> list[str]:
-    """Give FP8 layers the codes and scales of a folder as they are, for models that were loaded decoded.
+    """Load FP8 weights under LoRA: give layers the codes and scales of a folder as they are, for models that were
+    loaded decoded.
 
     Without it the weights were rounded twice where the folder's scales are no powers of two.
 
@@ -311,7 +313,7 @@ def load_fp8_weights(model: nn.Module, folder: Path | str) -> list[str]:
 
 
 def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
-    """Factor of an adapter's product.
+    """Scaling of LoRA: the factor of an adapter's product.
 
     Example:
         >>> scaling_of(16, 32.0, False), scaling_of(16, 32.0, True)
@@ -325,7 +327,7 @@ def _takes_adapter(module: nn.Module) -> bool:
 
 
 def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:
-    """The names of linear layers that a target matches.
+    """Matching layers for LoRA: the names of linear layers that a target matches.
 
     Raises:
         ConfigError: a target that matches none.
@@ -344,7 +346,7 @@ def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:
 
 
 def _endings(names: Collection[str]) -> str:
-    """Globs of the layers there are, for a message."""
+    """Endings of layers' names for LoRA: globs of those there are, for a message."""
     last = dict.fromkeys(name.rpartition(".")[2] for name in names)
     return (
         "targets among " + ", ".join(f"*{name}" for name in list(last)[:12]) if last else "a model with linear layers"

@@ -21,7 +21,8 @@ _FROZEN = "frozen_before_lora"
 
 
 def shared_weights(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Parameters, buffers and codes that several modules of a model own, with the modules' names.
+    """Shared weights among modules to save: parameters, buffers and codes that several modules of a model own, with the
+    modules' names.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -37,12 +38,13 @@ def shared_weights(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def owns_its_weight(module: nn.Linear) -> bool:
-    """True where a layer's weight is a parameter, and not computed in each forward (weight norm, parametrizations)."""
+    """True where a layer owns its weight, to save it: a parameter, not computed in each forward (weight norm,
+    parametrizations)."""
     return module._parameters.get("weight") is not None
 
 
 def freeze(model: nn.Module) -> None:
-    """Freeze all parameters; those that were frozen before are remembered on their modules."""
+    """Freeze all parameters beside modules to save; those that were frozen before are remembered on their modules."""
     for module in model.modules():
         names = frozenset(name for name, p in module._parameters.items() if p is not None and not p.requires_grad)
         if names:
@@ -51,7 +53,8 @@ def freeze(model: nn.Module) -> None:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Let all train again but what was frozen before `freeze`. What has been unfrozen meanwhile stays so."""
+    """Unfreeze all parameters, modules to save or not, but what was frozen before `freeze`. What has been unfrozen
+    meanwhile stays so."""
     kept = [(module, vars(module).pop(_FROZEN, frozenset())) for module in model.modules()]
     frozen = {module._parameters.get(name) for module, names in kept for name in names}
     for param in model.parameters():
@@ -60,7 +63,7 @@ def unfreeze(model: nn.Module) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Some names for a message.
+    """Some names of modules to save listed for a message.
 
     Example:
         >>> listed(["a", "b", "c", "d"])
@@ -75,7 +78,7 @@ _SAVED = "saved_with_lora"
 
 
 def find_saved(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of the modules that patterns name: whole names, their last parts, or globs.
+    """Find modules to save: names of those that patterns name: whole names, their last parts, or globs.
 
     Raises:
         ConfigError: a pattern that names none, or a module that shares a weight with one that is not named.
@@ -115,7 +118,7 @@ def find_saved(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def train_saved(model: nn.Module, names: Sequence[str]) -> None:
-    """Let these modules train, and remember them."""
+    """Train modules to save, and remember them."""
     for name in names:
         module = model.get_submodule(name)
         setattr(module, _SAVED, True)
@@ -123,12 +126,12 @@ def train_saved(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that train as a whole beside adapters, by name."""
+    """Modules to save: those that train as a whole beside adapters, by name."""
     return {name: module for name, module in model.named_modules() if getattr(module, _SAVED, False)}
 
 
 def forget_saved(model: nn.Module) -> None:
-    """Forget which modules train as a whole: they are as all others again."""
+    """Forget modules to save: they are as all others again."""
     for module in saved_modules(model).values():
         delattr(module, _SAVED)
 

@@ -53,7 +53,7 @@ def save_adapter(
     base_model: str = "",
     live: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Write a model's adapters, in FP32.
+    """Save a model's adapter as peft does, in FP32.
 
     Args:
         model: with adapters.
@@ -115,7 +115,7 @@ def save_adapter(
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "keep"] = "fp8") -> list[str]:
-    """Put saved adapters on a model; where it has some already, on the same layers and of the same rank.
+    """Load an adapter saved by peft into a model; where it has some already, on the same layers and of the same rank.
 
     Args:
         model: the base model, with or without adapters.
@@ -164,7 +164,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
 
 
 def _stored(root: nn.Module) -> dict[str, Tensor]:
-    """Tensors of an adapter file, by peft's names: adapters, and modules that trained as a whole."""
+    """Tensors stored in a peft adapter file, by its names: adapters, and modules that trained as a whole."""
     layers = adapted_layers(root).items()
     found: dict[str, Tensor] = {}
     for name, layer in layers:
@@ -175,7 +175,8 @@ def _stored(root: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_shared(own: dict[str, Tensor], stored: dict[str, Tensor], folder: Path) -> None:
-    """See that what a model holds once is in the file with one value: peft trains copies of a shared weight apart."""
+    """Check shared weights in a peft file: what a model holds once is there with one value: peft trains copies of a
+    shared weight apart."""
     first: dict[int, str] = {}
     for key, tensor in own.items():
         other = first.setdefault(id(tensor), key)
@@ -215,7 +216,7 @@ def _check_kinds(config: dict[str, Any], folder: Path) -> None:
 
 
 def _check_rank(rank: int, down_RK: dict[str, Tensor], folder: Path) -> None:
-    """See that the file has the rank that its config says, before a model gets adapters of it.
+    """Check the rank of a peft file: it has the one that its config says, before a model gets adapters of it.
 
     Args:
         rank: by the config.
@@ -240,5 +241,6 @@ def _is_positive(value: Any) -> bool:
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """The module that names in files are relative to: of a module that is no `protocols.Model`, itself."""
+    """The root of names in peft files: the module that they are relative to: of one that is no `protocols.Model`,
+    itself."""
     return cast(nn.Module, model.net) if hasattr(model, "architecture") else model

@@ -22,7 +22,7 @@ _INITIALISE = {"__init__", "_init_weights", "init_weights", "reset_parameters", 
 
 
 def never_called(model: nn.Module) -> dict[str, str]:
-    """Names of layers whose weights the module around takes, with that module's class.
+    """Layers that are never called: names of those whose weights the module around takes, with that module's class.
 
     Example:
         >>> never_called(nn.TransformerEncoderLayer(8, 2)), list(never_called(nn.MultiheadAttention(8, 2)))
@@ -40,7 +40,7 @@ def never_called(model: nn.Module) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def _taken(kind: type[nn.Module]) -> frozenset[str]:
-    """Attributes of `self` whose weight a class reads and which it does not call."""
+    """Attributes of `self` whose weight a class takes from an uncalled layer: it reads but does not call it."""
     read: set[str] = set()
     called: set[str] = set()
     kinds = kind.__mro__[: kind.__mro__.index(nn.Module)]
@@ -55,8 +55,8 @@ def _taken(kind: type[nn.Module]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _may_read(module: str) -> bool:
-    """True where a module's source has what is looked for, before classes are taken out of it, which takes a second for
-    those of a large model."""
+    """To find uncalled layers, true where a module's source has what is looked for, before classes are taken out of it,
+    which takes a second for those of a large model."""
     try:
         return re.search(r"\bself\s*\.\s*\w+\s*\.\s*weight\b", inspect.getsource(sys.modules[module])) is not None
     except (OSError, TypeError, KeyError):
@@ -74,7 +74,8 @@ def _methods(kind: type) -> Iterator[ast.AST]:
 
 
 def _reads(method: ast.AST) -> Iterator[str]:
-    """Attributes of `self` of which `weight` is taken as a whole: not `self.layer.weight.dtype`."""
+    """Reads of uncalled layers: attributes of `self` of which `weight` is taken as a whole: not
+    `self.layer.weight.dtype`."""
     of_weight = {node.value for node in ast.walk(method) if isinstance(node, ast.Attribute)}
     for node in ast.walk(method):
         if isinstance(node, ast.Attribute) and node.attr == "weight" and node not in of_weight:
@@ -84,7 +85,7 @@ def _reads(method: ast.AST) -> Iterator[str]:
 
 
 def _own(node: ast.AST) -> str | None:
-    """X of `self.X`."""
+    """X of `self.X`, perhaps an uncalled layer."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
         return node.attr
     return None

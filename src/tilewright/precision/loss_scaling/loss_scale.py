@@ -25,7 +25,8 @@ from tilewright.precision.snapshot import ModuleSnapshot
 
 
 def initial_scale(num_params: int) -> float:
-    """A first scale for a model of this size: the power of two nearest to the square root of its parameter count.
+    """The initial loss scale for a model of this size: the power of two nearest to the square root of its parameter
+    count.
 
     A gradient of norm 1 spread evenly over P parameters has elements of P^-0.5; scaled by P^0.5 they are near 1, in the
     middle of FP16's range (6e-5 to 65504). 100 million parameters give 8192, the order of 1e4 that the article names.
@@ -95,7 +96,7 @@ class DynamicScaler:
 
     @classmethod
     def from_section(cls, section: PrecisionSection, *, fp16: bool, num_params: int) -> "DynamicScaler | None":
-        """The scaler of a recipe's `[precision]` section, or None.
+        """The loss scaler of a recipe's `[precision]` section, or None.
 
         Args:
             section: of a recipe.
@@ -114,16 +115,16 @@ class DynamicScaler:
 
     @property
     def inv_scale(self) -> float:
-        """Factor that makes gradients true again."""
+        """The inverse of the loss scale: factor that makes gradients true again."""
         return 1.0 / self.scale_value
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in FP32 or wider."""
+        """Scale the loss, in FP32 or wider."""
         self._turns.scale()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale_value
 
     def update(self, found_inf: Tensor | bool | None = None) -> float:
-        """Count a step and move the scale, once all optimizers had theirs.
+        """Update the loss scale: count a step and move it, once all optimizers had theirs.
 
         Args:
             found_inf: whether a gradient was not finite, in loops that look for themselves. None: what `unscale_` and
@@ -174,7 +175,7 @@ class DynamicScaler:
     # ---- plain loops ----
 
     def unscale_(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Divide an optimizer's gradients by the scale in place, to clip or look at them before `step`.
+        """Unscale an optimizer's gradients: divide by the loss scale in place, to clip or look at them before `step`.
 
         Gradients that wait through several updates keep the right scale once their optimizer was unscaled or stepped
         for the first time: `update` multiplies them where it moves the scale.
@@ -194,7 +195,8 @@ class DynamicScaler:
         return self._turns.unscale(optimizer, self.inv_scale, group)
 
     def step(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> bool:
-        """Unscale the gradients where `unscale_` has not, and step unless one is not finite. Then call `update`.
+        """Step with loss scaling: unscale the gradients where `unscale_` has not, and step unless one is not finite.
+        Then call `update`.
 
         Args:
             optimizer: one that was not stepped since the last update.
@@ -215,8 +217,9 @@ class DynamicScaler:
 
     @contextmanager
     def attempt(self, *models: nn.Module) -> Iterator[ModuleSnapshot]:
-        """Around one step, from its first forward pass to `update`, of models that this pass changes: running
-        statistics of batch norm, say. Where an optimizer's step was skipped, their buffers are as before in the end.
+        """An attempt at one step under loss scaling, from its first forward pass to `update`, of models that this pass
+        changes: running statistics of batch norm, say. Where an optimizer's step was skipped, their buffers are as
+        before in the end.
 
         It costs a copy of the buffers. Gives what was noted: `restore` it where the loop skips a step for a reason of
         its own.
@@ -244,11 +247,11 @@ class DynamicScaler:
                 notes.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """State from which a resumed run continues as if it had not stopped."""
+        """State of the loss scale from which a resumed run continues as if it had not stopped."""
         return {"scale": self.scale_value, "clean": self._clean, "skipped": self.skipped, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, between two steps."""
+        """Restore the loss scale from `state_dict()`, between two steps."""
         self._turns = Turns()
         self.scale_value, self._clean = float(state["scale"]), int(state["clean"])
         self.skipped, self.steps = int(state["skipped"]), int(state["steps"])

@@ -47,7 +47,7 @@ class _Turn:
     """True gradients as they were when the next loss was scaled: whatever its backward pass adds has the scale."""
 
     def is_settled(self) -> bool:
-        """True where no other loss was scaled, or none changed these gradients."""
+        """True where an optimizer's turn is settled: no other loss was scaled, or none changed these gradients."""
         return self.settled is None or all(version.is_now() for version in self.settled)
 
 
@@ -61,11 +61,11 @@ class _Spent:
     """The least norm that it had when a loss was scaled since then, on its device."""
 
     def is_left(self) -> bool:
-        """True where the parameter has it still."""
+        """True where a parameter still has the gradient of an optimizer's turn."""
         return self.param.grad is not None and self.grad() is self.param.grad
 
     def looked_at(self) -> "_Spent":
-        """This gradient after a look at its norm, which no device is waited for."""
+        """The gradient of an optimizer's turn after a look at its norm, which no device is waited for."""
         ((value,),) = gradient_values([self.param])
         norm = torch.linalg.vector_norm(value)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -86,11 +86,11 @@ class Turns:
         """Gradients that were divided before that."""
 
     def __reduce__(self) -> tuple[type["Turns"], tuple[()]]:
-        """Copies begin between two updates."""
+        """Copies of optimizers' turns begin between two updates."""
         return Turns, ()
 
     def scale(self) -> None:
-        """A loss is scaled; backward passes follow."""
+        """Scale a loss before the optimizers' turns; backward passes follow."""
         self._scaled = True
         for turn in self._turns.values():
             if not turn.stepped and turn.settled is None:
@@ -98,7 +98,7 @@ class Turns:
         self._spent = {key: spent.looked_at() for key, spent in self._spent.items() if spent.is_left()}
 
     def unscale(self, optimizer: torch.optim.Optimizer, inv_scale: float, group: dist.ProcessGroup | None) -> Tensor:
-        """Divide gradients by the loss scale: see `DynamicScaler.unscale_`."""
+        """Unscale in an optimizer's turn: see `DynamicScaler.unscale_`."""
         if not isinstance(getattr(optimizer, "param_groups", None), list):
             raise misused("unscale_", f"it was called with a {type(optimizer).__name__}", "an optimizer")
         if not self._scaled:
@@ -132,7 +132,7 @@ class Turns:
         return bad
 
     def step(self, optimizer: torch.optim.Optimizer, inv_scale: float, group: dist.ProcessGroup | None) -> bool:
-        """Step an optimizer unless its gradients overflowed: see `DynamicScaler.step`."""
+        """Step an optimizer in its turn unless its gradients overflowed: see `DynamicScaler.step`."""
         turn = self._turns.get(optimizer)
         if turn is not None and turn.stepped:
             raise misused("step", "the optimizer was stepped already", "an update() after the steps of all optimizers")
@@ -152,12 +152,12 @@ class Turns:
         return good
 
     def overflow(self) -> bool | None:
-        """True where a gradient was not finite; None where no optimizer had a turn."""
+        """True where a gradient was not finite in the optimizers' turns; None where no optimizer had one."""
         return any(bool(turn.found_inf) for turn in self._turns.values()) if self._turns else None
 
     def end(self, factor: float) -> None:
-        """The scale was multiplied by this factor. Gradients that wait for a later turn get the new scale, which the
-        losses will have that add to them."""
+        """End the optimizers' turns: the scale was multiplied by this factor. Gradients that wait for a later turn get
+        the new scale, which the losses will have that add to them."""
         if factor != 1.0:
             params = _params_of(self._seen)
             true = {id(param) for param in self._still_spent(params)}
@@ -169,7 +169,7 @@ class Turns:
         self._true, self._turns, self._scaled = {}, {}, False
 
     def _is_true(self, param: Tensor) -> bool:
-        """True where a gradient was divided already, with another optimizer that has the parameter too."""
+        """True where a gradient was divided already in the turn of another optimizer that has the parameter too."""
         version = self._true.get(id(param))
         if version is None or (version.grad is None and param.grad is None):
             return False
@@ -183,7 +183,8 @@ class Turns:
         )
 
     def _still_spent(self, params: list[Tensor]) -> list[Tensor]:
-        """Those whose gradients hold true values from before the last update."""
+        """Gradients still spent from an earlier turn of optimizers: they hold true values from before the last
+        update."""
         if not self._spent:
             return []
         left = [spent for param in params if (spent := self._spent.get(id(param))) is not None and spent.is_left()]
@@ -193,7 +194,7 @@ class Turns:
 
 
 def misused(method: str, got: str, need: str) -> ConfigError:
-    """The error of a call out of order."""
+    """The error of an optimizer's turn out of order."""
     return ConfigError(
         f"DynamicScaler.{method} out of order",
         got=got,

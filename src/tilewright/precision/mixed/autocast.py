@@ -107,7 +107,8 @@ class Fp32Functions(TorchFunctionMode):
 
 
 def _compact(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """A function that multiplies these 16-bit operands in FP32 and keeps them for backward; None for most."""
+    """For autocast on a CPU: a function that multiplies these 16-bit operands in FP32 and keeps them for backward; None
+    for most."""
     if in_func_transform():  # what is made of torch's own operations takes any transform
         return None
     if func is not F.linear and (func not in _MATMULS or kwargs or min(t.ndim for t in args) < 2):
@@ -147,7 +148,7 @@ class Region:
     outputs: torch.dtype | str | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """forward(*args, **kwargs) in these formats."""
+        """Run forward(*args, **kwargs) in the formats of an autocast region."""
         outputs = self.outputs
         if isinstance(outputs, str):  # "input"
             outputs = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
@@ -166,7 +167,7 @@ class Region:
 
 
 def region_of(module: nn.Module, device_type: str) -> Region:
-    """The region around a module, made at the first call. Its settings may be changed at any time.
+    """The autocast region around a module, made at the first call. Its settings may be changed at any time.
 
     The module's class becomes a subclass whose forward runs inside the region. (Hooks that open a region and close it
     elsewhere would do as well, but torch.compile does not follow them.)
@@ -214,7 +215,7 @@ def _surrounded(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
+    """Tensors that autocast finds in nested tuples, lists and dicts, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
@@ -226,8 +227,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _low_dtype(tree: Any, *, autocast: bool) -> tuple[str, torch.dtype] | None:
-    """Device and dtype of the first 16-bit tensor; with `autocast`, of the 16-bit format that autocast would round to,
-    where it is on. None where there is neither."""
+    """The low dtype that autocast is about: device and dtype of the first 16-bit tensor; with `autocast`, of the 16-bit
+    format that autocast would round to, where it is on. None where there is neither."""
     device = None
     for tensor in _tensors(tree):
         if tensor.dtype in LOW_DTYPES:
@@ -240,7 +241,7 @@ def _low_dtype(tree: Any, *, autocast: bool) -> tuple[str, torch.dtype] | None:
 
 
 def _cast(tree: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> Any:
-    """`tree` with its floating-point tensors (those of dtype `only`) in `dtype`.
+    """Cast for autocast: `tree` with its floating-point tensors (those of dtype `only`) in `dtype`.
 
     A dict keeps its class and identity, so that Hugging Face outputs stay what they are. FP64 is left alone.
     """

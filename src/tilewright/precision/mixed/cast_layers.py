@@ -49,7 +49,7 @@ class Cast(_Layer):
     """Round FP32 operands to TF32."""
 
     def set_formats(self, compute: str, output: str, *, round_tf32: bool) -> None:
-        """Set what the layer computes in.
+        """Set the formats that a casting layer computes in.
 
         Args:
             compute: format of the operands, by name ("bf16").
@@ -61,7 +61,8 @@ class Cast(_Layer):
         self.round_tf32 = round_tf32
 
     def _no_autocast(self, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-        """run(x, *args) outside of any autocast region: the format is this layer's own affair."""
+        """Without autocast in a casting layer: run(x, *args) outside of any region: the format is this layer's own
+        affair."""
         if queue := breaks_graph(self):
             return queue.eagerly(self._no_autocast, run, x, *args)  # type: ignore[misc]
         if not torch.is_autocast_enabled(x.device.type):
@@ -72,11 +73,11 @@ class Cast(_Layer):
     def _matmul(
         self, matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """The matmul from TF32 operands, in FP32."""
+        """The matmul of a casting layer from TF32 operands, in FP32."""
         return tf32_matmul(matmul, x.to(torch.float32), weight.to(torch.float32), bias)
 
     def extra_repr(self) -> str:
-        """The torch layer's own text and the formats."""
+        """Text of a casting layer: the torch layer's own and the formats."""
         compute = "tf32" if self.round_tf32 else str(self.compute_dtype).removeprefix("torch.")
         return f"{super().extra_repr()}, compute={compute}"
 
@@ -93,7 +94,8 @@ class CastLinear(Cast, nn.Linear):
         return self._no_autocast(self._run, x)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and weight before they are cast. A loss that takes the head's weight and not its forward asks too."""
+        """Operands of a casting linear layer: input and weight before they are cast. A loss that takes the head's
+        weight and not its forward asks too."""
         return x, self.weight
 
     def _run(self, x: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class CastEmbedding(Cast, nn.Embedding):
         return self.rows(super().forward(input)).to(self.compute_dtype).to(self.output_dtype)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Rows [..., D] of the table before they are cast."""
+        """Rows [..., D] of a casting embedding before they are cast."""
         return rows
 
 
@@ -187,7 +189,7 @@ class _CastNorm(Cast):
         return self._normalize(x.to(torch.float32)).to(x.dtype)
 
     def _normalize(self, x: Tensor) -> Tensor:
-        """The norm of FP32 values."""
+        """Normalise in a casting layer: the norm of FP32 values."""
         raise NotImplementedError
 
     def _wide(self, param: Tensor | None) -> Tensor | None:
@@ -214,7 +216,7 @@ class _CastInstanceNorm(_CastNorm, _InstanceNorm):
         return super(_CastNorm, self).forward(x)
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
-        """As `nn.InstanceNorm1d`'s, which takes no parameters of another dtype."""
+        """Instance norm as a casting layer: as `nn.InstanceNorm1d`'s, which takes no parameters of another dtype."""
         weight, bias, of_input = self._wide(self.weight), self._wide(self.bias), not self.track_running_stats
         kept = self.running_mean, self.running_var
         return F.instance_norm(input, *kept, weight, bias, self.training or of_input, self.momentum or 0.0, self.eps)
@@ -231,7 +233,7 @@ class CastInstanceNorm3d(_CastInstanceNorm, nn.InstanceNorm3d): ...
 
 class _CastBatchNorm(_CastNorm, _BatchNorm):
     def _normalize(self, x: Tensor) -> Tensor:
-        """As `nn.BatchNorm1d.forward`, which takes no parameters of another dtype."""
+        """Batch norm as a casting layer: as `nn.BatchNorm1d.forward`, which takes no parameters of another dtype."""
         self._check_input_dim(x)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -263,15 +265,15 @@ CASTS: dict[type[nn.Module], type[nn.Module]] = {layer.__bases__[-1]: layer for 
 
 
 def plain_layer(module: nn.Module) -> type[nn.Module]:
-    """The module's class; where FSDP2 shards it by itself, what it was before: FSDP2 makes a class of (its mixin, the
-    module's class)."""
+    """The plain layer under a casting one: the module's class; where FSDP2 shards it by itself, what it was before:
+    FSDP2 makes a class of (its mixin, the module's class)."""
     kind = type(module)
     return kind.__bases__[-1] if FSDPModule in kind.__bases__ else kind
 
 
 def become(module: nn.Module, layer: type[nn.Module]) -> None:
-    """Give a module another class in the place of its `plain_layer`; FSDP2's mixin stays before it, and the class of
-    torch's parametrizations over it."""
+    """Become a casting layer: give a module another class in the place of its `plain_layer`; FSDP2's mixin stays before
+    it, and the class of torch's parametrizations over it."""
     kind = type(module)
     if is_injected(module):
         module.__class__ = rebased(kind, layer)
@@ -281,7 +283,7 @@ def become(module: nn.Module, layer: type[nn.Module]) -> None:
 
 @functools.cache
 def _before(kind: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
-    """A class made as `kind` was, over another layer."""
+    """A casting layer's class made as `kind` was, over another layer."""
     names = {name: value for name, value in vars(kind).items() if name in ("__deepcopy__", "__module__")}
     return type(f"FSDP{layer.__name__}", (*kind.__bases__[:-1], layer), names)
 
@@ -325,7 +327,8 @@ class _RoundGradient(torch.autograd.Function):
 def tf32_matmul(
     matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """`matmul(x, weight) + bias`, the matmul linear in both, with TF32 operands forward and backward.
+    """TF32 matmul of a casting layer: `matmul(x, weight) + bias`, the matmul linear in both, with TF32 operands forward
+    and backward.
 
     Args:
         matmul: a linear layer or convolution without bias.

@@ -25,15 +25,16 @@ WIDE_GRADIENTS = (
 
 
 def has_wide_gradients(model: nn.Module) -> bool:
-    """True where a trained parameter has a gradient of another dtype than its own."""
+    """True where 16-bit parameters have wide gradients (copies in FP32): a trained parameter has a gradient of another
+    dtype than its own."""
     plain = (param for param in model.parameters() if not isinstance(param, DTensor))
     return any(param.requires_grad and param.is_leaf and param.grad_dtype not in (None, param.dtype) for param in plain)
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Let a model with such gradients raise in a forward pass of torch's DistributedDataParallel, and of `fully_shard`
-    where it was not called by `parallel.shard`: its parts would silently have gradients in 16 bits. Where torch
-    itself refuses the shards, its error gets the words."""
+    """Refuse wrappers (DDP) of FP32 gradients: let a model with them raise in a forward pass of torch's
+    DistributedDataParallel, and of `fully_shard` where it was not called by `parallel.shard`: its parts would silently
+    have gradients in 16 bits. Where torch itself refuses the shards, its error gets the words."""
     if _check not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check)
         model.register_forward_hook(_explain, always_call=True)
@@ -47,7 +48,8 @@ def _check(model: nn.Module, inputs: Any) -> None:
 
 
 def _explain(model: nn.Module, inputs: Any, output: Any) -> None:
-    """After a forward pass that failed in `fully_shard`'s preparation: add to torch's error what it means here."""
+    """Explain wide gradients after a forward pass that failed in `fully_shard`'s preparation: add to torch's error what
+    it means here."""
     if torch.compiler.is_compiling():
         return
     error = sys.exception()
@@ -64,7 +66,7 @@ def _has_narrow_parts(model: nn.Module) -> bool:
 
 
 def storage_refused(wrapper: str) -> ConfigError:
-    """The error of a wrapper that cannot train such a model.
+    """The error of a wrapper that cannot train a model with wide gradients.
 
     Args:
         wrapper: for a user.

@@ -22,14 +22,16 @@ class Derived:
     plain: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Called with arguments, as transformers' `type(model).from_pretrained` does, it makes a module of the class
-        that makers began with: only `derive` gives a module another one. Without arguments torch copies a module."""
+        """A derived class called with arguments, as transformers' `type(model).from_pretrained` does, it makes a module
+        of the class that makers began with: only `derive` gives a module another one. Without arguments torch copies a
+        module."""
         if not args and not kwargs:
             return super().__new__(cls)
         return next(kind for kind in cls.__mro__ if not issubclass(kind, Derived))(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        """By naming the makers and the class that they began with: pickle finds no class that was made."""
+        """Pickle a derived class by naming the makers and the class that they began with: pickle finds no class that
+        was made."""
         kind, makers = type(self), []
         while "made_by" in vars(kind):
             makers.append(vars(kind)["made_by"])
@@ -44,13 +46,13 @@ def _rebuild(kind: type[nn.Module], makers: Sequence[Maker]) -> nn.Module:
 
 
 def derive(module: nn.Module, maker: Maker) -> None:
-    """Give a module the class that the maker makes of its class."""
+    """Derive a module's class: give it the one that the maker makes of its class."""
     kind = type(module)
     module.__class__ = rebased(kind, maker(kind.__bases__[0])) if is_injected(module) else maker(kind)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before makers and parametrizations."""
+    """The plain class under derived ones: the one that a module had before makers and parametrizations."""
     kind = type(module).__bases__[0] if is_injected(module) else type(module)
     while "made_by" in vars(kind):
         kind = vars(kind)["plain"]
@@ -58,18 +60,18 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_injected(module: nn.Module) -> bool:
-    """True where the module's class is the one that `torch.nn.utils.parametrize` made for it."""
+    """True where the module's derived class is the one that `torch.nn.utils.parametrize` made for it."""
     parametrized = module._modules.get("parametrizations")
     names = vars(type(module))
     return parametrized is not None and all(isinstance(names.get(name), property) for name in parametrized._modules)
 
 
 def parametrizations(model: nn.Module) -> list[parametrize.ParametrizationList]:
-    """The parametrizations that compute weights of a model."""
+    """Parametrizations that compute weights of a model, whose classes are derived."""
     return [module for module in model.modules() if isinstance(module, parametrize.ParametrizationList)]
 
 
 def rebased(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """A class like `kind`, over another base."""
+    """A derived class rebased: like `kind`, over another base."""
     names = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(kind.__name__, (*kind.__bases__[:-1], base), names)

@@ -64,7 +64,8 @@ class RowBlock(Block):
         return out_ND[:, None], None, None
 
     def _plain_weights(self, x: Tensor) -> LayerWeights | None:
-        """None where a part is not the decoder's own, or has anything that its call would do besides."""
+        """Plain weights of a block that is fast for few rows; None where a part is not the decoder's own, or has
+        anything that its call would do besides."""
         attention, core, mlp, *norms = (self._part(name) for name in _PARTS)
         attending, multiplying = (
             [self._part(f"{owner}.{name}") for name in names]
@@ -86,7 +87,7 @@ class RowBlock(Block):
         return weights if all(_can_be_read(each, x.dtype) for each in weights) else None
 
     def _part(self, name: str) -> Any:
-        """A module by its name, None where there is none: in a third of the time that attributes take."""
+        """A part of a row block by its name, None where there is none: in a third of the time that attributes take."""
         found: Any = self
         for part in name.split("."):
             found = None if found is None else found._modules.get(part)

@@ -32,7 +32,8 @@ class RowLinear(nn.Linear):
 
 
 def _are_rows(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None, dtype: torch.dtype) -> bool:
-    """True for a few rows of tensors whose memory, on the host, has their values."""
+    """True for a few rows that a row-wise linear layer takes: of tensors whose memory, on the host, has their
+    values."""
     return (
         type(x) is Tensor
         and type(weight_MK) is nn.Parameter

@@ -37,7 +37,7 @@ class Operands:
     gradient: OperandFormat
 
     def of(self, gemm: str) -> tuple[OperandFormat, OperandFormat]:
-        """Both operands of a matmul, as `ops.gemm` multiplies them."""
+        """Both operands of a GEMM format, as `ops.gemm` multiplies them."""
         return {
             "fprop": (self.input, self.weight),
             "dgrad": (self.gradient, self.weight),
@@ -45,7 +45,8 @@ class Operands:
         }[gemm]
 
     def relaxed(self, *, power_of_two: bool) -> "Operands":
-        """This format; unless `power_of_two`, with exact scales in place of powers of two; see `ScaleSpec.relaxed`."""
+        """This format of operands; unless `power_of_two`, with exact scales in place of powers of two; see
+        `ScaleSpec.relaxed`."""
         forms = (self.input, self.weight, self.gradient)
         return Operands(*(form.relaxed(power_of_two=power_of_two) for form in forms))
 
@@ -69,16 +70,17 @@ class GemmFormat:
 
     @property
     def scaled(self) -> bool:
-        """Operands are codes with scales."""
+        """True where operands of a GEMM's format are codes with scales."""
         return self.operands is not None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of operands that are not scaled."""
+        """The dtype of a GEMM's operands that are not scaled."""
         return SPECS[self.name].dtype
 
     def relaxed(self, *, power_of_two: bool) -> "GemmFormat":
-        """This format; unless `power_of_two`, with exact scales in place of powers of two; see `ScaleSpec.relaxed`."""
+        """This format of a GEMM; unless `power_of_two`, with exact scales in place of powers of two; see
+        `ScaleSpec.relaxed`."""
         operands = None if self.operands is None else self.operands.relaxed(power_of_two=power_of_two)
         return replace(self, operands=operands)
 
@@ -118,7 +120,7 @@ GEMM_FORMATS = tuple(each.name for each in FORMATS)
 
 
 def why_emulated(form: GemmFormat, machine: Machine) -> str:
-    """Why no unit of a machine multiplies the operands of a format that recipes name as they are; empty where one
+    """Why a GEMM's format is emulated: no unit of the machine multiplies its operands as they are; empty where one
     does, or they have no scales."""
     choice = fp8_choice(machine)
     if form.operands is None or form.name not in SCALED_FORMATS or form.name in choice.native:
@@ -129,7 +131,7 @@ def why_emulated(form: GemmFormat, machine: Machine) -> str:
 
 
 def named_format(name: str) -> GemmFormat:
-    """The format of a name in rules, or of 16 or 32 bits."""
+    """The GEMM format of a name in rules, or of 16 or 32 bits."""
     return next((each for each in FORMATS if each.name == name), GemmFormat(name))
 
 
@@ -151,12 +153,12 @@ class Gemms:
 
     @classmethod
     def of(cls, fprop: str, dgrad: str, wgrad: str) -> "Gemms":
-        """Formats of the three matmuls by their names in rules."""
+        """Formats of the three GEMMs by their names in rules."""
         return cls(*map(named_format, (fprop, dgrad, wgrad)))
 
     @classmethod
     def all(cls, form: str | GemmFormat) -> "Gemms":
-        """One format for all three."""
+        """One format for all three GEMMs."""
         each = named_format(form) if isinstance(form, str) else form
         return cls(each, each, each)
 
@@ -176,51 +178,51 @@ class Gemms:
 
     @property
     def formats(self) -> tuple[GemmFormat, GemmFormat, GemmFormat]:
-        """The format of each matmul, in the order of `GEMM_NAMES`."""
+        """The format of each GEMM, in the order of `GEMM_NAMES`."""
         return self.fprop, self.dgrad, self.wgrad
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """The names of the formats of the three matmuls."""
+        """The names of the formats of the three GEMMs."""
         return self.fprop.name, self.dgrad.name, self.wgrad.name
 
     def __getitem__(self, gemm: str) -> GemmFormat:
-        """The format of a matmul, by its name."""
+        """The format of a GEMM, by its name."""
         return self.formats[GEMM_NAMES.index(gemm)]
 
     @property
     def operands(self) -> Operands | None:
-        """The operands of the first matmul that is scaled; input and weight are those of all that are."""
+        """The operands of the first GEMM that is scaled; input and weight are those of all that are."""
         return next((each.operands for each in self.formats if each.scaled), None)
 
     @property
     def any_scaled(self) -> bool:
-        """True where at least one matmul has operands with scales."""
+        """True where at least one GEMM has operands with scales."""
         return self.operands is not None
 
     @property
     def all_scaled(self) -> bool:
-        """True where all of them have."""
+        """True where all GEMMs have operands with scales."""
         return all(each.scaled for each in self.formats)
 
     @property
     def uniform(self) -> bool:
-        """True where all three have one format."""
+        """True where all three GEMMs have one format."""
         return self.fprop == self.dgrad == self.wgrad
 
     def changed(self, changes: dict[str, str]) -> "Gemms":
-        """These formats with some replaced, by names of matmuls and formats."""
+        """These formats of GEMMs with some replaced, by their names."""
         return replace(self, **{gemm: named_format(name) for gemm, name in changes.items()})
 
 
 def to_text(formats: Sequence[GemmFormat]) -> str:
-    """Formats as text, for operators of torch, which take no Python objects. See `of_text`."""
+    """GEMM formats as text, for operators of torch, which take no Python objects. See `of_text`."""
     return json.dumps([asdict(each) for each in formats], default=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 @functools.lru_cache(maxsize=256)
 def of_text(text: str) -> tuple[GemmFormat, ...]:
-    """The formats of `to_text`.
+    """The GEMM formats of `to_text`.
 
     Example:
         >>> of_text(to_text(FORMATS)) == FORMATS
@@ -246,7 +248,8 @@ BF16_FLOPS, FP8_FLOPS, BANDWIDTH = 790e12, 1500e12, 4.3e12
 
 
 def expected_gain(in_features: int, out_features: int) -> float:
-    """Time of a linear layer's three matmuls in BF16 over that in FP8 with its quantisation, for many tokens.
+    """Expected gain of FP8 GEMMs: time of a linear layer's three in BF16 over that in FP8 with its quantisation, for
+    many tokens.
 
     A token's input and output gradient are read in BF16 and written twice in FP8 (row-wise and column-wise). An
     estimate from the rates above, good enough to leave small layers alone; nothing was measured for it.

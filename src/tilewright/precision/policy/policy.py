@@ -69,12 +69,12 @@ class FormatDecision:
 
     @property
     def operands(self) -> str:
-        """Format that a matmul's operands are stored in."""
+        """Format that the policy decides for storing a matmul's operands."""
         return self.matmul or self.compute
 
     @property
     def to_integers(self) -> bool:
-        """True where the weight is rounded to integers."""
+        """True where the policy decides that the weight is rounded to integers."""
         return self.compute in INTEGER_FORMATS
 
 
@@ -131,7 +131,8 @@ class Policy:
 
     @classmethod
     def from_section(cls, section: PrecisionSection, device_type: str, *, parameters: str = "") -> "Policy":
-        """The policy of a recipe's `[precision]` section. `enabled = false` is FP32 everywhere, without rules.
+        """The precision policy of a recipe's `[precision]` section. `enabled = false` is FP32 everywhere, without
+        rules.
 
         Args:
             section: of a recipe.
@@ -155,16 +156,16 @@ class Policy:
         )
 
     def on(self, device_type: str) -> "Policy":
-        """This policy for a device, unless it already names one."""
+        """This precision policy for a device, unless it already names one."""
         return self if self.device_type else replace(self, device_type=device_type)
 
     def in_mode(self, mode: str) -> "Policy":
-        """This policy's exceptions in another mode."""
+        """This precision policy's exceptions in another mode."""
         return replace(self, mode=mode)
 
     @property
     def matmul(self) -> str:
-        """Format of matmuls without exceptions, 8-bit ones apart."""
+        """The policy's format of matmuls without exceptions, 8-bit ones apart."""
         if self.mode == "hybrid":
             return "fp16" if self.device_type == "cuda" else "bf16"
         if self.is_fp8:
@@ -173,37 +174,37 @@ class Policy:
 
     @property
     def is_fp8(self) -> bool:
-        """True for the modes in which linear layers have operands of 8 or 4 bits with scales."""
+        """True for a policy's modes in which linear layers have operands of 8 or 4 bits with scales."""
         return self.mode in SCALED_FORMATS
 
     @property
     def rounds_to_integers(self) -> bool:
-        """True where a rule asks for integers."""
+        """True where a rule of the policy asks for integers."""
         return any(rule.compute in INTEGER_FORMATS for rule in self.rules)
 
     @property
     def stream(self) -> str:
-        """Format of the residual stream: what embeddings return and norms receive."""
+        """The policy's format of the residual stream: what embeddings return and norms receive."""
         if self.is_fp8:
             return "bf16"
         return {"bf16_mixed": "bf16", "pure_fp16": "fp16"}.get(self.mode, "fp32")
 
     @property
     def storage(self) -> str:
-        """Format of the parameters, but for norms and routers, which are FP32."""
+        """The policy's format of stored parameters, but for norms and routers, which are FP32."""
         return self.parameters or ("fp16" if self.mode == "pure_fp16" else "fp32")
 
     @property
     def activation(self) -> str:
-        """Format that matmuls hand on."""
+        """The policy's format of activations that matmuls hand on."""
         return self.matmul if self.matmul in ("bf16", "fp16") else "fp32"
 
     def function_ops(self) -> tuple[str, ...]:
-        """Entries of `fp32_ops` that mean functions called in a forward, not modules."""
+        """Entries of the policy's `fp32_ops` that mean functions called in a forward, not modules."""
         return tuple(op for op in self.fp32_ops if op in FUNCTION_OPS)
 
     def decide(self, fqn: str, kind: str, features: tuple[int, int] | None = None) -> FormatDecision:
-        """Precision of the module `fqn` of kind `kind` (one of `KINDS`, or `other`).
+        """Decide by the policy the precision of the module `fqn` of kind `kind` (one of `KINDS`, or `other`).
 
         Args:
             fqn: the module's name.
@@ -277,8 +278,8 @@ _EMBEDDING = {
 
 
 def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str, plain: str) -> FormatDecision:
-    """The decision after a rule that matches. 8-bit formats and single matmuls mean linear layers only, integers
-    embeddings too. `plain`: what the mode computes in, 8 bits apart."""
+    """Follow a rule of the policy: the decision after one that matches. `plain`: what the mode computes in, 8 bits
+    apart."""
     if rule.compute in INTEGER_FORMATS:
         if kind not in INTEGER_KINDS:
             return decision
@@ -297,7 +298,7 @@ def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str, plain: 
 
 
 def in_fp32(policy: Policy) -> Policy:
-    """FP32 with what a policy rounds to integers: what a model is evaluated in, and exported from."""
+    """The policy in FP32 with what it rounds to integers: what a model is evaluated in, and exported from."""
     rounds = policy.rounds_to_integers
     rules = tuple(_widened(rule) for rule in policy.rules if rule.kind or (rounds and rule.sets_formats))
     return Policy("fp32", rules, device_type=policy.device_type)

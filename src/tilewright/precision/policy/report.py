@@ -42,7 +42,7 @@ class ModuleRow:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The formats of the three matmuls; one where they are alike."""
+        """The formats of the three matmuls in a row of the precision report; one where they are alike."""
         return self.gemms.names if self.gemms else (self.compute,)
 
 
@@ -53,7 +53,7 @@ class Table(tuple[ModuleRow, ...]):
         return format_table(self)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The rows as plain dicts, for precision.json."""
+        """The rows of a precision report as plain dicts, for precision.json."""
         gemms = (row.gemms and dict(zip(GEMM_NAMES, row.gemms.names, strict=True)) for row in self)
         return [asdict(replace(row, gemms=None)) | {"gemms": names} for row, names in zip(self, gemms, strict=True)]
 
@@ -76,17 +76,18 @@ class ConversionReport:
 
     @property
     def changed(self) -> Table:
-        """Rows that follow the policy."""
+        """Changed rows of a precision report: those that follow the policy."""
         return Table(row for row in self.rows if row.set_by_policy)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the matmul work of a training step in each format, the largest first; see `work_of`."""
+        """Shares in a precision report: of the matmul work of a training step in each format, the largest first; see
+        `work_of`."""
         return shares((row.formats, row.work) for row in self.rows)
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True where gradients pass through FP16, whose smallest normal value is 6e-5."""
+        """True where by the precision report gradients pass through FP16, whose smallest normal value is 6e-5."""
         return any("fp16" in (row.compute, row.storage, row.output) for row in self.rows)
 
     def __str__(self) -> str:
@@ -96,7 +97,7 @@ class ConversionReport:
         return "\n".join([*lines, *(f"note: {text}" for text in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data, for precision.json."""
+        """The precision report as plain data, for precision.json."""
         return {
             "mode": self.policy.mode,
             "device_type": self.policy.device_type,
@@ -108,7 +109,7 @@ class ConversionReport:
 
 
 def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
-    """The parts that do not do what the policy asked for, by reason."""
+    """Fallbacks in a precision report: the parts that do not do what the policy asked for, by reason."""
     found: dict[str, list[ModuleRow]] = {}
     for row in rows:
         if row.fallback:
@@ -117,7 +118,8 @@ def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
 
 
 def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
-    """Share of all rows' matmul work that some parts do, and which do most of it.
+    """The worst fallbacks of a precision report: share of all rows' matmul work that some parts do, and which do most
+    of it.
 
     Example:
         >>> rows = [ModuleRow(name, "other", "bf16", "-", "-", "because", work=4.0) for name in ("a", "b")]
@@ -133,7 +135,8 @@ def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
 
 
 def format_table(rows: Iterable[ModuleRow]) -> str:
-    """Rows as aligned text; parts that differ only by their numbers share a line, with their count.
+    """The precision report as a table: rows as aligned text; parts that differ only by their numbers share a line, with
+    their count.
 
     Example:
         >>> row = ModuleRow("layers.0.up", "linear", "bf16", "fp32", "bf16", "because")

@@ -94,7 +94,7 @@ class Rule:
 
     @property
     def gemms(self) -> dict[str, str]:
-        """Formats of single matmuls, those that the rule names."""
+        """Formats of single matmuls that the rule names."""
         return {name: value for name in GEMM_NAMES if (value := getattr(self, name))}
 
     @property
@@ -108,12 +108,12 @@ class Rule:
         return " ".join(f'{name} = "{value}"' for name, value in parts.items() if value)
 
     def matches(self, fqn: str, kinds: Iterable[str]) -> bool:
-        """True where this rule speaks about the module."""
+        """True where this precision rule speaks about the module."""
         return (self.op == "*" or self.op in kinds) and fnmatch.fnmatchcase(fqn, self.match)
 
 
 def kinds_of(kind: str) -> tuple[str, ...]:
-    """All kinds that a module of this kind counts as in rules.
+    """Kinds in rules: all that a module of this kind counts as.
 
     Example:
         >>> kinds_of("head"), kinds_of("conv")

@@ -35,24 +35,25 @@ class ModeSchedule:
 
     @classmethod
     def over(cls, steps: int, *, mode: str, start_mode: str | None = None, start_fraction: float = 0.2):
-        """The schedule of a run of `steps` steps. At least one step runs in each mode where there are two steps."""
+        """The schedule of precision modes of a run of `steps` steps. At least one step runs in each mode where there
+        are two steps."""
         if start_mode is None:
             return cls(mode)
         return cls(mode, start_mode, min(max(round(start_fraction * steps), 1), max(steps - 1, 1)))
 
     @classmethod
     def from_section(cls, section: PrecisionSection, steps: int):
-        """The schedule of a recipe's `[precision]` section. `enabled = false` is FP32 throughout."""
+        """The schedule of precision modes of a recipe's `[precision]` section. `enabled = false` is FP32 throughout."""
         if not section.enabled:
             return cls("fp32")
         return cls.over(steps, mode=section.mode, start_mode=section.start_mode, start_fraction=section.start_fraction)
 
     def at(self, step: int) -> str:
-        """Mode of the step (counted from 0)."""
+        """The schedule's precision mode of the step (counted from 0)."""
         return self.start_mode if self.start_mode is not None and step < self.switch_step else self.mode
 
     def next_switch(self, step: int) -> float:
-        """First step after this one that has another mode; infinite where none has."""
+        """The schedule's next switch: first step after this one that has another mode; infinite where none has."""
         return self.switch_step if self.start_mode is not None and step < self.switch_step else math.inf
 
 
@@ -86,22 +87,23 @@ class FormatSchedule:
         fp8_until: float = 1.0,
         fp8_after: str = "all",
     ) -> "FormatSchedule":
-        """The schedule of a run of `steps` steps, from shares of it. `fp8_until = 1` is never."""
+        """The schedule of formats of a run of `steps` steps, from shares of it. `fp8_until = 1` is never."""
         fprop, wgrad, dgrad = (round(share * steps) for share in fp8_from)
         return cls((fprop, wgrad, dgrad), round(fp8_until * steps) if fp8_until < 1 else None, fp8_after)
 
     @classmethod
     def from_section(cls, section: PrecisionSection, steps: int) -> "FormatSchedule":
-        """The schedule of a recipe's `[precision]` section."""
+        """The schedule of formats of a recipe's `[precision]` section."""
         return cls.over(steps, fp8_from=section.fp8_from, fp8_until=section.fp8_until, fp8_after=section.fp8_after)
 
     @property
     def constant(self) -> bool:
-        """True where it changes nothing in any step."""
+        """True where a schedule of formats is constant: it changes nothing in any step."""
         return self.end is None and not any(self.begin)
 
     def floors(self, step: int) -> Mapping[str, int]:
-        """The least format of each matmul in a step: 0 where 8 bits are allowed, 1 where it is BF16."""
+        """Floors of a schedule of formats: the least format of each matmul in a step: 0 where 8 bits are allowed, 1
+        where it is BF16."""
         floors = {gemm: int(step < begin) for gemm, begin in zip(("fprop", "wgrad", "dgrad"), self.begin, strict=True)}
         if self.end is not None and step >= self.end:
             floors |= {"fprop": 1} if self.after == "fprop" else dict.fromkeys(floors, 1)
@@ -109,7 +111,7 @@ class FormatSchedule:
 
 
 def lr_factor(noise: float, strength: float) -> float:
-    """Factor of the learning rate: 1 / (1 + strength * noise).
+    """The schedule's factor of the learning rate: 1 / (1 + strength * noise).
 
     A gradient with relative noise r of independent sign loses alignment with the true one as 1 / sqrt(1 + r^2); a
     cautious rate falls faster, linearly at first. `strength` 0 leaves the rate alone; with 1, matmuls in E4M3 (noise

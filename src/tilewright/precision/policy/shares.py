@@ -8,7 +8,7 @@ from tilewright.precision.policy.gemm_names import GEMM_NAMES
 
 
 def shares(rows: Iterable[tuple[Sequence[str], float]]) -> dict[str, float]:
-    """Share of the work in each format, the largest first; empty where there is no work.
+    """Shares of the matmul work in each format, the largest first; empty where there is no work.
 
     Args:
         rows: formats of a part's three matmuls (or one for all three), and the work of one matmul.
@@ -27,7 +27,7 @@ def shares(rows: Iterable[tuple[Sequence[str], float]]) -> dict[str, float]:
 
 
 def recorded_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The shares of a run by the rows of its precision.json.
+    """The shares of formats of a run by the rows of its precision.json.
 
     Example:
         >>> recorded_shares([{"compute": "bf16", "gemms": None, "work": 8.0}, {"compute": "fp32", "gemms": None}])
@@ -40,7 +40,7 @@ def recorded_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def shares_text(found: Mapping[str, float]) -> str:
-    """The shares in words.
+    """The shares of formats in words.
 
     Example:
         >>> shares_text({"fp8_tile": 0.9, "bf16": 0.1})

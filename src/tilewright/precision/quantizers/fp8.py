@@ -77,7 +77,7 @@ class FP8Quantizer(FakeQuantizer):
 
     @property
     def tile(self) -> Tile:
-        """Which elements of the input's matrix share a scale."""
+        """The tile of an FP8 quantiser: which elements of the input's matrix share a scale."""
         return _TILES[self.granularity]
 
     def _extremes(self, x_MK: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class FP8Quantizer(FakeQuantizer):
         return RoundedThrough.apply(x_MK, scale, None, rounding, limits, tile, clip)[0]
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Text of an FP8 quantiser: its settings."""
         return f"{self.spec.name}, a scale a {self.granularity}, {self._source()}"
 
 

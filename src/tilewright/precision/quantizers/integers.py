@@ -95,11 +95,11 @@ class IntegerQuantizer(FakeQuantizer):
 
     @property
     def tile(self) -> Tile:
-        """Which elements of the input's matrix share a scale."""
+        """The tile of an integer quantiser: which elements of the input's matrix share a scale."""
         return _tile(self.granularity, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
+        """Forward of an integer quantiser: x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
         return self._learned(as_matrix(x, self.granularity)).view(x.shape) if self.learned else super().forward(x)
 
     def _extremes(self, x_MK: Tensor) -> Tensor:
@@ -122,7 +122,8 @@ class IntegerQuantizer(FakeQuantizer):
         return round_to_integers(x_MK, scale, zero_point, self.tile, self.spec, clip=clip)
 
     def quantize(self, x: Tensor) -> IntegerTensor:
-        """The integers that `forward` rounds a calibrated or learned weight to: codes, scale and zero point."""
+        """Quantise to the integers that `forward` rounds a calibrated or learned weight to: codes, scale and zero
+        point."""
         x_MK = as_matrix(x.detach(), self.granularity)
         found = self._scale_of(self._extremes(x_MK)) if self.scale is None else self._fixed(x_MK)
         scale, zero_point = found[0].contiguous(), None if found[1] is None else found[1].contiguous()
@@ -130,14 +131,15 @@ class IntegerQuantizer(FakeQuantizer):
         return IntegerTensor(codes, scale, zero_point, self.tile, self.spec)
 
     def reset(self) -> None:
-        """Forget a range that was observed and calibrate again."""
+        """Reset an integer quantiser: forget a range that was observed and calibrate again."""
         if self.learned:
             raise ValueError("a learned scale has nothing to calibrate")
         super().reset()
         self.zero_point = None
 
     def _learned(self, x_MK: Tensor) -> Tensor:
-        """LSQ: autograd of s * round(clamp(x / s)) with rounding passed through; the step's gradient is scaled down."""
+        """A learned integer quantiser (LSQ): autograd of s * round(clamp(x / s)) with rounding passed through; the
+        step's gradient is scaled down."""
         assert self.scale is not None
         shape = (x_MK.shape[0], x_MK.shape[1])
         count = max(x_MK.numel() / max(self.scale.numel(), 1), 1)
@@ -148,21 +150,22 @@ class IntegerQuantizer(FakeQuantizer):
         return ((steps + (steps.round() - steps).detach()) * step).to(x_MK.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A zero point that was found comes with the scale."""
+        """Load an integer quantiser: a zero point that was found comes with the scale."""
         if not self.learned and state_dict.get(prefix + "scale") is not None:
             point = state_dict.get(prefix + "zero_point")
             self.zero_point = None if point is None else torch.empty_like(point)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """Text of an integer quantiser: its settings."""
         source = "learned scale" if self.learned else self._source()
         kind = "symmetric" if self.symmetric else "affine"
         return f"{self.spec.name} {kind}, scale per {self.granularity}, {source}"
 
 
 def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity = "tensor", group: int = 32) -> Tensor:
-    """Initial step of a learned scale: 2 mean|w| / sqrt(highest code) of each tile, FP32 [GM, GK]."""
+    """Initial step of an integer quantiser that learns its scale (LSQ): 2 mean|w| / sqrt(highest code) of each tile,
+    FP32 [GM, GK]."""
     weight_MK, tile = as_matrix(weight.detach(), granularity), _tile(granularity, group)
     spec = IntSpec(bits, narrow=bits == 8)
     shape = (weight_MK.shape[0], weight_MK.shape[1])
@@ -178,7 +181,7 @@ def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity =
 def round_to_integers(
     x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec, *, clip: bool
 ) -> Tensor:
-    """x rounded to the integers of a grid and back, in its own dtype; the gradient passes straight through.
+    """Round to integers: x to those of a grid and back, in its own dtype; the gradient passes straight through.
 
     Args:
         x_MK: [M, K], FP32, BF16 or FP16.
@@ -198,7 +201,7 @@ def round_to_integers(
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """An optimizer may carry a step through zero: its sign means nothing."""
+    """A positive step of an integer quantiser: an optimizer may carry it through zero: its sign means nothing."""
     return scale.abs().clamp(min=SMALLEST_SCALE)
 
 

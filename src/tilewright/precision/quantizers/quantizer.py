@@ -42,23 +42,24 @@ class FakeQuantizer(nn.Module):
 
     @property
     def tile(self) -> Tile:
-        """Which elements of the input's matrix share a scale."""
+        """The tile of a quantiser: which elements of the input's matrix share a scale."""
         raise NotImplementedError
 
     def _extremes(self, x_MK: Tensor) -> Tensor:
-        """Extremes from which a scale follows, [extremes, GM, GK]; of several inputs, the largest of each."""
+        """Extremes of a quantiser's input from which a scale follows, [extremes, GM, GK]; of several inputs, the
+        largest of each."""
         raise NotImplementedError
 
     def _set_scale(self, extremes: Tensor) -> None:
-        """Fix the scale that follows from them."""
+        """Set the fixed scale of a quantiser that follows from extremes."""
         raise NotImplementedError
 
     def _round(self, x_MK: Tensor, extremes: Tensor | None, clip: bool) -> Tensor:
-        """x rounded, with the scale of its own extremes or (None) the fixed one."""
+        """Round x by a quantiser, with the scale of its own extremes or (None) the fixed one."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
+        """Forward of a quantiser: x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
         x_MK = as_matrix(x, self.granularity)
         if self.scale is not None:
             return self._round(x_MK, None, self.clip_gradient).view(x.shape)
@@ -71,18 +72,18 @@ class FakeQuantizer(nn.Module):
         return self._round(x_MK, extremes, False).view(x.shape)
 
     def reset(self) -> None:
-        """Forget the scale and calibrate again."""
+        """Reset a quantiser: forget the scale and calibrate again."""
         self.scale, self.seen, self._batches_left = None, None, self.calibrate_batches
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A scale that was found comes with the checkpoint, and ends the calibration."""
+        """Load a quantiser: a scale that was found comes with the checkpoint, and ends the calibration."""
         stored = state_dict.get(prefix + "scale")
         if stored is not None and not isinstance(self.scale, nn.Parameter):
             self.scale, self._batches_left = torch.empty_like(stored, dtype=torch.float32), 0
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _fixed_grid(self, values: Tensor | None, x_MK: Tensor) -> Tensor:
-        """Fixed scales or zero points as [GM, GK]."""
+        """Fixed scales or zero points of a quantiser as [GM, GK]."""
         assert values is not None, "asked for where there is one"
         grid = self.tile.grid((x_MK.shape[0], x_MK.shape[1]))
         if values.numel() not in (1, grid[0] * grid[1]):
@@ -96,7 +97,7 @@ class FakeQuantizer(nn.Module):
         return values.reshape(1, 1).expand(grid) if values.numel() == 1 else values.reshape(grid)
 
     def _source(self) -> str:
-        """Where scales come from, for `extra_repr`."""
+        """The source of a quantiser's scales, for `extra_repr`."""
         if self.scale is not None:
             return "fixed scale"
         return f"scale fixed in {self._batches_left} batches" if self._batches_left else "scale of each input"
@@ -133,7 +134,8 @@ class RoundedThrough(torch.autograd.Function):
 
 
 def as_matrix(x: Tensor, granularity: str) -> Tensor:
-    """x of any shape as [M, K]: rows are the first dim for granularities of weights, all but the last dim else."""
+    """A quantiser's input as matrix: x of any shape as [M, K]: rows are the first dim for granularities of weights, all
+    but the last dim else."""
     if x.ndim == 0:
         return x.reshape(1, 1)
     if granularity in ("channel", "group"):
@@ -142,7 +144,7 @@ def as_matrix(x: Tensor, granularity: str) -> Tensor:
 
 
 def check_scale(scale: Any) -> None:
-    """Raise ConfigError unless a fixed scale has finite values above 0."""
+    """Check a quantiser's fixed scale: raise ConfigError unless it has finite values above 0."""
     if scale is None:
         return
     values = torch.as_tensor(scale, dtype=torch.float32)
@@ -157,7 +159,8 @@ def check_scale(scale: Any) -> None:
 
 
 def check_static(granularity: str, fixed: Sequence[str], got: str) -> None:
-    """Raise ConfigError where scales cannot be static. `got`: what asks for static ones; empty: nothing does."""
+    """Check that a quantiser's scales can be static: raise ConfigError where not. `got`: what asks for static ones;
+    empty: nothing does."""
     if got and granularity not in fixed:
         raise ConfigError(
             f'Scales of granularity "{granularity}" cannot be static',

@@ -53,7 +53,8 @@ class UnitTime:
 
 
 def estimate(unit: SearchUnit, micro_batches: int, *, ideal: bool = False) -> UnitTime:
-    """Seconds on an H200, by the arithmetic of `gemm_formats.expected_gain`: FLOPs and bytes over its rates.
+    """Estimated time of a unit's GEMMs: seconds on an H200, by the arithmetic of `gemm_formats.expected_gain`: FLOPs
+    and bytes over its rates.
 
     Args:
         unit: its shapes and tokens.
@@ -84,7 +85,8 @@ def estimate(unit: SearchUnit, micro_batches: int, *, ideal: bool = False) -> Un
 
 
 def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device: torch.device) -> UnitTime:
-    """Seconds on this machine at the unit's shape: medians of several repeats, of random operands.
+    """Measured time of a unit's GEMMs: seconds on this machine at its shape: medians of several repeats, of random
+    operands.
 
     Args:
         unit: its shapes and tokens. Experts are taken as equally busy.
@@ -130,7 +132,7 @@ def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Median wall time of a call, after two that warm up."""
+    """Median time of a call of GEMMs in seconds, after two that warm up."""
     for _ in range(2):
         run()
     samples = []

@@ -50,7 +50,7 @@ class Compared:
         self.sums = sums
 
     def only(self, names: Collection[str]) -> "Compared":
-        """The sums as if these parameters' gradients alone had changed."""
+        """Gradient errors of these parameters only: the sums as if theirs alone had changed."""
         kept = {
             name: s if name in names else _Sums(s.reference, s.reference, s.reference, s.numel)
             for name, s in self.sums.items()
@@ -58,7 +58,7 @@ class Compared:
         return Compared(kept)
 
     def change(self, names: Collection[str] | None = None) -> GradientChange:
-        """The change over all parameters, or over some. Not finite where a gradient is not."""
+        """Gradient change over all parameters, or over some. Not finite where a gradient is not."""
         sums = [s for name, s in self.sums.items() if (names is None or name in names) and s.reference > 0]
         cross, reference, changed = (sum(getattr(s, part) for s in sums) for part in ("cross", "reference", "changed"))
         if not sums or changed == 0:
@@ -71,7 +71,8 @@ class Compared:
 
 
 def lost_by_batch(changes: Sequence[Compared]) -> tuple[float, ...]:
-    """Share of AdamW's steps that is lost over all batches together: one value per batch, whose mean it is.
+    """Gradient error as loss of AdamW's steps: share that is lost over all batches together: one value per batch, whose
+    mean it is.
 
     AdamW divides by a second moment that many batches made. So a parameter's sums are added over the batches before
     they are scaled: a batch on which its gradient happens to be tiny, and nearly all of it rounding, then counts as
@@ -98,11 +99,12 @@ class GradientTally:
 
     @property
     def finite(self) -> bool:
-        """True where every element is."""
+        """True where every element of the kept gradients is finite."""
         return all(bool(torch.isfinite(grad).all()) for grad in self._reference.values())
 
     def against(self, model: nn.Module) -> Compared:
-        """The model's present gradients beside the kept ones. A gradient that is missing now counts as zero."""
+        """The gradient error: the model's present gradients beside the kept ones. A gradient that is missing now counts
+        as zero."""
         present = {name: param.grad for name, param in model.named_parameters()}
         sums = [_sums(present[name], grad) for name, grad in self._reference.items()]
         rows = torch.stack(sums).tolist() if sums else []  # one wait for the device, not one a parameter
@@ -112,7 +114,8 @@ class GradientTally:
 
 
 def _summed(changes: Sequence[Compared]) -> Compared:
-    """As if the batches' gradients were stacked. A parameter without a gradient on some batch has none there."""
+    """Summed gradient errors, as if the batches' gradients were stacked. A parameter without a gradient on some batch
+    has none there."""
     names = {name: s.numel for change in changes for name, s in change.sums.items()}
     found = {name: [change.sums[name] for change in changes if name in change.sums] for name in names}
     totals = ("cross", "reference", "changed")
@@ -121,7 +124,7 @@ def _summed(changes: Sequence[Compared]) -> Compared:
 
 
 def _sums(changed: torch.Tensor | None, reference: torch.Tensor) -> torch.Tensor:
-    """<g', g>, <g, g>, <g', g'> as FP64 [3]; g' is zero where it is missing."""
+    """Sums of a gradient error: <g', g>, <g, g>, <g', g'> as FP64 [3]; g' is zero where it is missing."""
     g = reference.float()
     h = torch.zeros_like(g) if changed is None else changed.float()
     return torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((h, g), (g, g), (h, h))])

@@ -39,7 +39,7 @@ class SearchUnit:
 
 
 def group_layers(model: nn.Module) -> list[SearchUnit]:
-    """The units of a model, in its order."""
+    """Group layers into units of a model for the search, in its order."""
     units: dict[str, SearchUnit] = {}
     for name, layer in float8_layers(model).items():
         key = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
@@ -99,7 +99,7 @@ def _underflow(layer: Float8Linear, tensor: Tensor, form: OperandFormat) -> floa
 def facts(
     layers: Mapping[str, Float8Linear], units: Sequence[SearchUnit], run: Callable[[], object]
 ) -> list[SearchUnit]:
-    """The units with what one pass shows of them. A layer that the pass does not reach has no rows.
+    """Facts of the layers' units: what one pass shows of them. A layer that the pass does not reach has no rows.
 
     Args:
         layers: by name.

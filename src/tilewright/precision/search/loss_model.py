@@ -56,7 +56,8 @@ class LossModel:
         self._num_batches = len(sensitivity.losses)
 
     def predict(self, fp8: Collection[Product]) -> Prediction:
-        """The change of a policy with these matmuls in FP8, all others in BF16, which counts as no change."""
+        """Predict the loss: the change of a policy with these matmuls in FP8, all others in BF16, which counts as no
+        change."""
         change = sum(self.costs[matmul] for matmul in fp8)
         if not math.isfinite(change):
             return Prediction(math.inf, math.inf)
@@ -64,13 +65,14 @@ class LossModel:
         return Prediction(change, standard_error(sums))
 
     def of(self, measured: PolicyChange) -> Prediction:
-        """The change of a policy that was measured as a whole, by the same reckoning."""
+        """The loss model's change of a policy that was measured as a whole, by the same sum."""
         sums = [change + self.slope * lost for change, lost in zip(measured.loss_change, measured.lost, strict=True)]
         return Prediction(statistics.fmean(sums), standard_error(sums))
 
 
 def shrink_to_mean(values: Mapping[Product, Sequence[float]]) -> dict[Product, float]:
-    """Means of noisy values, drawn towards their common mean by the share of their spread that is noise.
+    """For the loss model, means of noisy values, drawn towards their common mean by the share of their spread that is
+    noise.
 
     Example: the two differ by far less than each wavers, so they are hardly told apart.
         >>> drawn = shrink_to_mean({("a", "fprop"): (-2.0, 4.0), ("b", "fprop"): (-1.0, 5.0)})
@@ -88,7 +90,7 @@ def shrink_to_mean(values: Mapping[Product, Sequence[float]]) -> dict[Product, f
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of independent values; infinite for a single one.
+    """Standard error for the loss model, of the mean of independent values; infinite for a single one.
 
     Example:
         >>> standard_error((1.0, 3.0))
@@ -98,7 +100,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def loss_slope(steps: Sequence[float], losses: Sequence[float]) -> float:
-    """Relative fall of the loss while the number of steps grows by a factor e.
+    """Slope of the loss: its relative fall while the number of steps grows by a factor e.
 
     Least squares of the loss over the logarithm of the step, on all steps: losses of small batches waver too much for
     the last ones alone to show it. As the first steps fall fastest, this errs on the safe side. Zero where the loss
@@ -117,7 +119,7 @@ def loss_slope(steps: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def parse_budget(text: str) -> float:
-    """A relative loss change from "0.25%".
+    """The budget of a loss model: a relative loss change from "0.25%".
 
     Raises:
         ConfigError: it is no number with a percent sign.
@@ -143,7 +145,7 @@ def parse_budget(text: str) -> float:
 
 
 def percent(share: float) -> str:
-    """A small share of one as percent, with two figures that matter and never an exponent.
+    """A small share of the loss as percent, with two figures that matter and never an exponent.
 
     Example:
         >>> percent(0.0025), percent(-0.0000123), percent(1e-12), percent(0.3)

@@ -109,7 +109,7 @@ def _rule(match: str, gemms: Gemms) -> Rule:
 
 
 def _decided(name: str, rules: Sequence[Rule]) -> Gemms:
-    """Formats of a linear layer under these rules in mode fp8_tile."""
+    """Formats of a linear layer under these rules of a policy file in mode fp8_tile."""
     policy = Policy("fp8_tile", tuple(rules), device_type="cpu", bf16_grad_layers=(), fp8_min_gain=0.0)
     decision = policy.decide(name, "linear")
     return decision.gemms or Gemms.all(decision.compute)

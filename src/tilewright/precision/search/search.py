@@ -51,29 +51,30 @@ class SearchSpace:
     fixed: Mapping[Product, str]
 
     def matmuls(self) -> list[Product]:
-        """All matmuls, in the model's order."""
+        """All matmuls of the search for a policy, in the model's order."""
         return [(unit.name, gemm) for unit in self.units for gemm in GEMM_NAMES]
 
     def may_be_fp8(self, matmul: Product) -> bool:
-        """False for matmuls that a rule keeps out of FP8, or that gave infinities or NaN in it."""
+        """For the search, false for matmuls that a rule keeps out of FP8, or that gave infinities or NaN in it."""
         wanted = self.fixed.get(matmul)
         return wanted == "fp8_tile" or (wanted is None and math.isfinite(self.model.costs[matmul]))
 
     def allowed(self) -> frozenset[Product]:
-        """All matmuls that may be in FP8."""
+        """Allowed matmuls in the search: all that may be in FP8."""
         return frozenset(matmul for matmul in self.matmuls() if self.may_be_fp8(matmul))
 
     def required(self) -> frozenset[Product]:
-        """Matmuls that a rule puts into FP8."""
+        """Required matmuls in the search: those that a rule puts into FP8."""
         return frozenset(matmul for matmul, name in self.fixed.items() if name == "fp8_tile")
 
     def candidate(self, name: str, fp8: frozenset[Product]) -> PolicyCandidate:
-        """A policy with its numbers, the recipe's rules followed."""
+        """A candidate policy of the search with its numbers, the recipe's rules followed."""
         fp8 = (fp8 & self.allowed()) | self.required()
         return PolicyCandidate(name, fp8, self.model.predict(fp8), self.seconds(fp8))
 
     def seconds(self, fp8: frozenset[Product]) -> float:
-        """Time of all linear matmuls of a micro-batch, quantisation included, each input quantised once."""
+        """Seconds of a candidate of the search: all linear matmuls of a micro-batch, quantisation included, each input
+        quantised once."""
         total, rows, columns = 0.0, set(), set()
         for unit in self.units:
             time = self.times[unit.name]
@@ -90,7 +91,7 @@ class SearchSpace:
         return total
 
     def formats(self, fp8: frozenset[Product]) -> dict[str, Gemms]:
-        """Formats of each unit."""
+        """Formats of each unit in the search."""
         return {
             unit.name: Gemms.of(*("fp8_tile" if (unit.name, gemm) in fp8 else "bf16" for gemm in GEMM_NAMES))
             for unit in self.units
@@ -98,7 +99,7 @@ class SearchSpace:
 
 
 def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> PolicyCandidate:
-    """The fastest policy whose predicted loss change is within the budget.
+    """Search for the fastest policy whose predicted loss change is within the budget.
 
     Args:
         space: what may be chosen.
@@ -123,13 +124,14 @@ def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> PolicyCa
 
 
 def _possible(change: float, rules: bool) -> str:
-    """A budget to type instead of an impossible one."""
+    """A possible budget of the search to type instead of an impossible one."""
     budget = f'--budget "{math.ceil(change * 1e6) / 1e4:g}%"' if math.isfinite(change) else ""
     return ", or ".join(filter(None, (budget, "take rules out of precision.rules" if rules else "")))
 
 
 def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[PolicyCandidate]:
-    """The fastest policies over budgets from the least possible loss change to that of everything in FP8."""
+    """Curve of the search: the fastest policies over budgets from the least possible loss change to that of everything
+    in FP8."""
     low = space.candidate("", frozenset()).predicted.change
     high = space.candidate("", space.allowed()).predicted.change
     if not math.isfinite(high):
@@ -143,7 +145,8 @@ def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[PolicyCandidate]:
 
 
 def baselines(space: SearchSpace) -> list[PolicyCandidate]:
-    """The policies that people choose without a search: all BF16, all FP8, and FP8 but for the first and last block."""
+    """Baselines of the search: the policies that people choose without one: all BF16, all FP8, and FP8 but for the
+    first and last block."""
     marks = [space.candidate("all BF16", frozenset()), space.candidate("all FP8", space.allowed())]
     blocks = {unit.name: int(found[1]) for unit in space.units if (found := re.search(r"(?<![^.])(\d+)\.", unit.name))}
     ends = {min(blocks.values()), max(blocks.values())} if blocks else set()
@@ -154,7 +157,8 @@ def baselines(space: SearchSpace) -> list[PolicyCandidate]:
 
 
 def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
-    """Minimise seconds. A variable of 0 or 1 for each matmul in FP8, and one for each quantisation that they need."""
+    """Solve the search: minimise seconds. A variable of 0 or 1 for each matmul in FP8, and one for each quantisation
+    that they need."""
     matmuls = space.matmuls()
     index = {matmul: i for i, matmul in enumerate(matmuls)}
     gains, needs = _objective(space, index)
@@ -176,7 +180,8 @@ def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
 
 
 def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[float], list[tuple[int, int]]]:
-    """Seconds that each variable adds, and pairs (matmul, quantisation that it needs) of variables."""
+    """Objective of the search: seconds that each variable adds, and pairs (matmul, quantisation that it needs) of
+    variables."""
     gains = [0.0] * len(index)
     needs: list[tuple[int, int]] = []
     inputs: dict[tuple[int, str], int] = {}
@@ -202,6 +207,7 @@ def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[f
 
 
 def speed_up(candidates: Sequence[PolicyCandidate], of: PolicyCandidate) -> float:
-    """How many times as fast a policy's linear matmuls are as those of "all BF16" among the candidates."""
+    """Speed-up by the search: how many times as fast a policy's linear matmuls are as those of "all BF16" among the
+    candidates."""
     base = next(candidate for candidate in candidates if candidate.name == "all BF16")
     return base.seconds / of.seconds if of.seconds else 1.0

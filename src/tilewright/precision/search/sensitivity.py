@@ -48,7 +48,8 @@ class FormatSwitch:
 
     @property
     def finite(self) -> bool:
-        """False where a loss or a gradient was infinite or NaN: such a switch cannot be made."""
+        """False where a loss or a gradient of a format switch was infinite or NaN, in the measurement of sensitivity:
+        such a switch cannot be made."""
         return all(map(math.isfinite, (*self.loss_change, *self.lost)))
 
 
@@ -71,7 +72,8 @@ class PolicyChange:
 
 
 def measuring_policy(policy: Policy) -> Policy:
-    """The policy under which a model is measured: switchable linear layers, without the head, and FP32 around them.
+    """The policy under which a model's sensitivity is measured: switchable linear layers, without the head, and FP32
+    around them.
 
     Args:
         policy: its rules, `fp32_ops`, device and kind of scale hold. What these keep out of FP8 cannot be switched.
@@ -82,14 +84,14 @@ def measuring_policy(policy: Policy) -> Policy:
 
 
 def num_passes(model: nn.Module, num_batches: int) -> int:
-    """Forward and backward passes that `measure` makes."""
+    """Number of forward and backward passes of a sensitivity's `measure`."""
     return num_batches * (2 + 2 * len(group_layers(model)))
 
 
 def measure(
     model: TrainableModel, batches: Sequence[Batch], *, advance: Callable[[int], None] = lambda done: None
 ) -> Sensitivity:
-    """Try every matmul of every `Float8Linear` in FP8, each alone.
+    """Measure sensitivity: try every matmul of every `Float8Linear` in FP8, each alone.
 
     Args:
         model: converted by `measuring_policy`; eager. Its gradients are dropped, and its matmuls stand as before in
@@ -122,7 +124,7 @@ def measure(
 
 
 def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Mapping[str, Gemms]) -> PolicyChange:
-    """Change by a whole policy against FP32, on other batches than it was chosen by.
+    """Measure the sensitivity to a whole policy: change against FP32, on other batches than it was chosen by.
 
     Args:
         model: as for `measure`.
@@ -146,7 +148,7 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
 
 @contextmanager
 def all_in(model: nn.Module, gemms: Gemms):
-    """All switchable layers in one format; yields them by name, and puts everything back as it was."""
+    """For sensitivity, all switchable layers in one format; yields them by name, and puts everything back as it was."""
     layers = float8_layers(model)
     before = {name: layer.gemms for name, layer in layers.items()}
     try:
@@ -158,12 +160,13 @@ def all_in(model: nn.Module, gemms: Gemms):
 
 
 def set_formats(layer: Float8Linear, gemms: Gemms) -> None:
-    """Switch a layer's matmuls; the kind of scale stays."""
+    """Set the formats of a layer's matmuls for sensitivity; the kind of scale stays."""
     layer.set_gemms(gemms, power_of_two=layer.power_of_two)
 
 
 def one_pass(model: TrainableModel, batch: Batch) -> float:
-    """Mean loss of a batch, in nats a target; its gradient is in `param.grad`. Draws the same dropout each time."""
+    """One pass to measure sensitivity: mean loss of a batch, in nats a target; its gradient is in `param.grad`. Draws
+    the same dropout each time."""
     model.zero_grad(set_to_none=True)
     devices = [batch["labels"].device] if batch["labels"].is_cuda else []
     with torch.random.fork_rng(devices):
@@ -182,7 +185,8 @@ def _set_all(model: nn.Module, layers: Mapping[str, Float8Linear], formats: Mapp
 
 
 def _tries(model, layers, units, batch, base):
-    """(unit, matmul, own weights, loss, tally of gradients) of every switch on one batch, one after the other."""
+    """Tries for sensitivity: (unit, matmul, own weights, loss, tally of gradients) of every switch on one batch, one
+    after the other."""
     own = {unit.name: [f"{name}.weight" for name in unit.layers] for unit in units}
     for gemm in ("fprop", "dgrad"):
         for unit in units:

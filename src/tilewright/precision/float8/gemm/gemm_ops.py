@@ -47,7 +47,8 @@ class RuntimeFormats:
     counts: Tensor
 
     def after(self, before: "RuntimeFormats") -> "RuntimeFormats":
-        """These formats with the counts of `before`: in its own tensors, where both know the same formats."""
+        """Run-time formats of GEMMs with the counts of `before`: in its own tensors, where both know the same
+        formats."""
         names, had = ([each.name for each in of_text(known)] for known in (self.known, before.known))
         if names == had:
             before.formats.copy_(self.formats)
@@ -57,7 +58,7 @@ class RuntimeFormats:
         return self
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Matmul -> format -> calls so far, for formats that ran."""
+        """Executed GEMMs: matmul -> format -> calls so far, for formats that ran."""
         names = [each.name for each in of_text(self.known)]
         return {
             gemm: {name: count for name, count in zip(names, row, strict=True) if count}
@@ -91,7 +92,8 @@ def matmuls(
     fixed: StaticConfig,
     queue: WeightGradientQueue | None = None,
 ) -> Tensor:
-    """x W^T + b and its gradients, each matmul in the format that `switch` says when it runs.
+    """The three GEMMs of a linear layer: x W^T + b and its gradients, each in the format that `switch` says when it
+    runs.
 
     Args:
         x_NK: [N, K], any float dtype; also N = 0.
@@ -180,7 +182,7 @@ class _EagerFloat8Matmuls(NoForwardMode, _Float8Matmuls): ...
 
 
 def _operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as an operator: a function of the values of its arguments, `counts` and `store` left out."""
+    """A GEMM's `run` as an operator: a function of the values of its arguments, `counts` and `store` left out."""
     torch.library.define(f"tilewright::{name}", torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(f"tilewright::{name}", "CompositeExplicitAutograd")(run)
     return getattr(torch.ops.tilewright, name).default
@@ -231,7 +233,7 @@ def _backward(
     weight: Tensor, store: Tensor | None, formats: Tensor, counts: Tensor,
     known: str, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, kernels: str,
 ) -> tuple[Tensor | None, Waiting | None]:  # fmt: skip
-    """The input's gradient, and the weight's with its operands as they are multiplied."""
+    """The GEMMs of backward: the input's gradient, and the weight's with its operands as they are multiplied."""
     run = kernels_of(kernels)
     dgrad = _count(DGRAD, formats, counts, known) if wants_dx else None
     wgrad = _count(WGRAD, formats, counts, known) if wants_dw else None
@@ -287,7 +289,7 @@ def _(
 
 
 def _count(matmul: int, formats: Tensor, counts: Tensor, known: str) -> GemmFormat:
-    """The format of a matmul, noted as run."""
+    """Count a GEMM: its format, noted as run."""
     index = formats.tolist()[matmul]
     counts.numpy()[matmul, index] += 1  # the same memory, in a tenth of the time of indexing a tensor
     return of_text(known)[index]
@@ -296,7 +298,8 @@ def _count(matmul: int, formats: Tensor, counts: Tensor, known: str) -> GemmForm
 def _gradient_copies(
     run: Kernels, dy: Tensor, dgrad: GemmFormat | None, wgrad: GemmFormat | None
 ) -> tuple[TiledTensor | None, TiledTensor | None]:
-    """The output gradient for those of the two matmuls that have operands with scales: row-wise, and transposed."""
+    """Copies for the GEMMs of backward: the output gradient for those of the two matmuls that have operands with
+    scales: row-wise, and transposed."""
     for_row = None if dgrad is None or dgrad.operands is None else dgrad.operands.gradient
     for_column = None if wgrad is None or wgrad.operands is None else wgrad.operands.gradient
     if for_row is not None and for_column is not None and for_row != for_column:

@@ -58,7 +58,8 @@ class InputShare:
         self._by_thread: dict[int, _Shared] = {}
 
     def copies_of(self, x: Tensor, key: tuple[object, ...], make: Callable[[], InputCopies]) -> InputCopies:
-        """The copies of `x` for layers with the settings `key`: those there are, or new ones from `make`."""
+        """The cached copies of an input `x` for layers with the settings `key`: those there are, or new ones from
+        `make`."""
         if torch.compiler.is_compiling():
             return make()
         if not isinstance(x, FakeTensor):  # these have no values that could change
@@ -76,11 +77,11 @@ class InputShare:
         return shared.copies
 
     def forget(self) -> None:
-        """Drop this thread's copies."""
+        """Forget this thread's cached copies of an input."""
         self._by_thread.pop(threading.get_ident(), None)
 
     def _drop(self, thread: int, source: "weakref.ref[Tensor]") -> None:
-        """An input died, in whatever thread."""
+        """Drop a cached input that died, in whatever thread."""
         shared = self._by_thread.get(thread)
         if shared is not None and shared.source is source:
             self._by_thread.pop(thread, None)

@@ -16,12 +16,12 @@ from tilewright.ops.kernels import Kernels
 
 
 def parts_of(tiled: TiledTensor | None) -> Parts:
-    """The tensors of a TiledTensor; three times None of none."""
+    """Parts of a GEMM's operand: the tensors of a TiledTensor; three times None of none."""
     return (None, None, None) if tiled is None else (tiled.qdata, tiled.scale_inv, tiled.second)
 
 
 def of_parts(form: OperandFormat, parts: Parts) -> TiledTensor | None:
-    """The form of an operand that `parts_of` took apart."""
+    """A GEMM's operand of its parts, that `parts_of` took apart."""
     qdata, scale_inv, second = parts
     return None if qdata is None or scale_inv is None else form.tensor(qdata, scale_inv, second)
 
@@ -29,7 +29,8 @@ def of_parts(form: OperandFormat, parts: Parts) -> TiledTensor | None:
 def quantize_copies(
     x_NK: Tensor, form: OperandFormat, kernels: Kernels, *, row: bool, column: bool
 ) -> tuple[TiledTensor | None, TiledTensor | None]:
-    """The row-wise copy [N, K] and the transposed column-wise copy [K, N] of an input or gradient, as asked for."""
+    """Quantise copies as operands: the row-wise one [N, K] and the transposed column-wise one [K, N] of an input or
+    gradient, as asked for."""
     if form.tile == TENSORWISE:  # one copy is both
         whole = kernels.quantize(x_NK, form) if row or column else None
         return whole if row else None, whole.transposed() if whole is not None and column else None
@@ -40,6 +41,7 @@ def quantize_copies(
 
 
 def tile_wgrad(kernels: Kernels, dy_MN: TiledTensor, x_KN: TiledTensor, dtype: torch.dtype) -> Waiting:
-    """A weight's gradient [M, K] from column-wise copies of the output's gradient and of the input, now or later."""
+    """A weight's gradient [M, K] from operands: column-wise copies of the output's gradient and of the input, now or
+    later."""
     held = [part for part in (*parts_of(dy_MN), *parts_of(x_KN)) if part is not None]
     return Waiting(lambda: kernels.tile_gemm(dy_MN, x_KN, out_dtype=dtype), held)

@@ -27,7 +27,8 @@ _ALIGN = 64
 
 
 def new_store(weight_MK: Tensor, form: OperandFormat) -> Tensor | None:
-    """An empty store for a weight [M, K]: uint8, about M * K bytes; None where weights are quantised in each pass."""
+    """A new store for the FP8 data of a weight [M, K]: uint8, about M * K bytes; None where weights are quantised in
+    each pass."""
     if weight_MK.device.type != "cpu":
         return None
     # Of inference_mode's own tensors autograd could save none.
@@ -36,7 +37,7 @@ def new_store(weight_MK: Tensor, form: OperandFormat) -> Tensor | None:
 
 
 def stored_weight(store: Tensor, weight_MK: Tensor, kernels: Kernels, form: OperandFormat) -> TiledTensor:
-    """The FP8 data of a weight as it is now: those in the store where they belong to it, else new ones, which go there.
+    """The FP8 data of a weight as it is now: those stored where they belong to it, else new ones, which go there.
 
     Args:
         store: of `new_store`; written where it holds the data of other values.
@@ -68,8 +69,8 @@ def stored_weight(store: Tensor, weight_MK: Tensor, kernels: Kernels, form: Oper
 def weight_operand(
     store: Tensor | None, weight_MK: Tensor, kernels: Kernels, form: OperandFormat, *, transposed: bool = False
 ) -> TiledTensor:
-    """A weight as a matmul reads it: [M, K], or [K, M] for the input's gradient. The transposed one is the same codes
-    and scales where tiles are square, else it is quantised along its own rows, in each pass.
+    """A stored weight as an operand: as a matmul reads it: [M, K], or [K, M] for the input's gradient. The transposed
+    one is the same codes and scales where tiles are square, else it is quantised along its own rows, in each pass.
 
     Without a store, off the CPU, the transposed one is quantised as what it is, also of square tiles: kernels there
     multiply codes row by row, and store them so in the pass that makes them; a view would be copied after it."""
@@ -80,7 +81,7 @@ def weight_operand(
 
 
 def contents(store: Tensor, shape: tuple[int, ...], form: OperandFormat) -> TiledTensor:
-    """The FP8 data [M, K] and scales in a store, unchecked."""
+    """Contents of a weight's store: the FP8 data [M, K] and scales, unchecked."""
     grid, dtype = form.tile.grid((shape[0], shape[1])), form.scale.dtype
     scale_inv = store[_ALIGN : _ALIGN + dtype.itemsize * math.prod(grid)].view(dtype).view(grid)
     start = store.numel() - _padded(math.prod(shape))
@@ -89,7 +90,7 @@ def contents(store: Tensor, shape: tuple[int, ...], form: OperandFormat) -> Tile
 
 
 def store_bytes(shape: tuple[int, ...], form: OperandFormat) -> int:
-    """Bytes of a store for a weight of this shape."""
+    """Bytes of a store for the FP8 data of a weight of this shape."""
     grid = form.tile.grid((shape[0], shape[1]))
     return _ALIGN + _padded(form.scale.dtype.itemsize * math.prod(grid)) + _padded(math.prod(shape))
 
