@@ -44,7 +44,7 @@ _ALIGN = 128
 
 
 def chunk_mlps(model: nn.Module, chunks: int, note: Callable[[str], None], *, compile: bool = False) -> list[str]:
-    """Make a model's MLPs run in chunks.
+    """Chunk MLPs: make a model's run in chunks.
 
     Args:
         model: with its layers as they will train (`precision.convert` first).
@@ -82,12 +82,12 @@ def chunk_layers(
 
 
 def is_chunked(module: nn.Module) -> bool:
-    """True if a module is an MLP that `chunk_mlps` found."""
+    """True if a module is a chunked MLP, which `chunk_mlps` found."""
     return isinstance(module, _Chunked)
 
 
 def _cut(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None], compile: bool) -> list[str]:
-    """Cut what is in these (prefix of names, module, chunks); the names."""
+    """Cut MLPs into chunks that are in these (prefix of names, module, chunks); the names."""
     found: list[str] = []
     experts: list[str] = []
     told: set[str] = set()
@@ -127,7 +127,7 @@ class _Chunking:
     """Which parts are in training -> why the module runs whole, None where it does not."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output for these arguments."""
+        """Run a chunked MLP: the module's output for these arguments."""
         plain = functools.partial(self.plain.forward, module)
         if in_func_transform() or self._why_not(module, plain, args, kwargs) is not None:
             return plain(*args, **kwargs)
@@ -149,7 +149,7 @@ class _Chunking:
         return None if why is None else self._tell(why)
 
     def _tell(self, why: str) -> str:
-        """Note once for each class and reason, without the numbers in it."""
+        """Note once for each class of chunked MLP and reason, without the numbers in it."""
         text = f"{self.plain.__name__} is not cut into chunks: {why}."
         if (key := text.partition(" (")[0]) not in self.told:
             self.told.add(key)
@@ -157,13 +157,13 @@ class _Chunking:
         return why
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickles: whom to tell belongs to this process."""
+        """State of a chunked MLP for pickles: whom to report to belongs to this process."""
         return vars(self) | {"note": _log.info}
 
 
 @functools.cache
 def _compiled(plain: type[nn.Module]) -> Callable[..., Tensor]:
-    """A class' forward, compiled; modules of one class share the graph."""
+    """The forward of a chunked MLP's class, compiled; modules of one class share the graph."""
     return torch.compile(plain.forward, options=layer_options(), **graph_limit())
 
 
@@ -214,22 +214,22 @@ class _Held:
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Held":
-        """The tensors that a module holds now, each once."""
+        """The tensors that a chunked MLP holds now, each once."""
         return cls(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
 
     @property
     def trained(self) -> list[Tensor]:
-        """The held tensors that get gradients."""
+        """The held tensors of a chunked MLP that get gradients."""
         return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
     def with_trained(self, trained: Sequence[Tensor]) -> "_Held":
-        """These tensors with others in the places of `trained`."""
+        """These tensors of a chunked MLP with others in the places of `trained`."""
         others = iter(trained)
         tensors = {name: next(others) if held.requires_grad else held for name, held in self.tensors.items()}
         return _Held(self.module, tensors)
 
     def call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """function(x), which reads the module, with these tensors in it."""
+        """Call a chunked MLP: function(x), which reads the module, with these tensors in it."""
         now = _Held.of(self.module).tensors
         if all(now.get(name) is tensor for name, tensor in self.tensors.items()):
             return function(x)
@@ -284,7 +284,7 @@ class _ChunkedFunction(torch.autograd.Function):
 
 
 def _fill(rows_ND: Tensor, size: int, function: Callable[..., Tensor], *others: Tensor) -> Tensor:
-    """function(chunk of rows, chunks of others) of all chunks, put together."""
+    """Fill the result of a chunked MLP: function(chunk of rows, chunks of others) of all chunks, put together."""
     out, start = None, 0
     for parts in zip(*(tensor.split(size, dim=-2) for tensor in (rows_ND, *others)), strict=True):
         part = function(*parts)
@@ -297,7 +297,7 @@ def _fill(rows_ND: Tensor, size: int, function: Callable[..., Tensor], *others: 
 
 
 def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-    """Add a chunk's gradients in FP32 at least."""
+    """Add the gradients of an MLP's chunk in FP32 at least."""
     for place, grad in enumerate(grads):
         if grad is not None:
             high = torch.promote_types(grad.dtype, torch.float32)
@@ -317,7 +317,8 @@ class _Surroundings:
 
     @classmethod
     def now(cls, device: torch.device, draws: bool) -> "_Surroundings":
-        """The settings at this moment; random states only where something may be drawn."""
+        """Surroundings of a chunked MLP now: the settings at this moment; random states only where something may be
+        drawn."""
         kind = device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         modes = tuple(mode for mode in _get_current_function_mode_stack() if isinstance(mode, Fp32Functions))
@@ -325,7 +326,8 @@ class _Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, everything is as it was then; afterwards the generators are as they were before."""
+        """Surroundings of a chunked MLP again: inside, everything is as it was then; afterwards the generators are as
+        they were before."""
         enabled, dtype, cached = self.autocast
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cached))

@@ -181,8 +181,8 @@ LINEAR_ATTENTION = Op(
 
 
 def reads_documents(candidate: str, device_type: str) -> bool:
-    """True if a candidate reads `Documents`. On CPUs those without a kernel that skips go through them one by one; the
-    kernels in C++ skip what `segments` say."""
+    """True if attention's candidate reads `Documents`. On CPUs those without a kernel that skips go through them one by
+    one; the kernels in C++ skip what `segments` say."""
     return candidate in BY_DOCUMENTS or (device_type == "cpu" and candidate in ("wide", "native"))
 
 
@@ -193,7 +193,7 @@ def keeps_mask(candidate: str, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def attention_kind(device_type: str, head_dim: int, packed: bool, windowed: bool = False) -> str:
-    """Name of a call's kind: on CPUs the window alone tells.
+    """Kind of a call of attention by name: on CPUs the window alone tells.
 
     Example:
         >>> attention_kind("cuda", 128, True), attention_kind("cuda", 512, False), attention_kind("cpu", 512, True)

@@ -28,7 +28,7 @@ UNITS = ("scaled_mm", "triton")
 
 
 def kind_of(a: TiledTensor | OperandFormat, b: TiledTensor | OperandFormat) -> str:
-    """The case's kind for these operands."""
+    """The GEMM's kind of case for these operands."""
     if not (a.is_fp8 and b.is_fp8):
         return "decoded"
     tiles = (a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols)

@@ -83,7 +83,7 @@ class Int8Weight:
     chosen: Choice
 
     def is_packed_of(self, qdata_NK: Tensor) -> bool:
-        """True if `packed` was made from codes of these values, or nothing was."""
+        """True if an INT8 weight's `packed` was made from codes of these values, or nothing was."""
         return self.made_from is None or int(self.made_from) == fingerprint(qdata_NK.contiguous())
 
     @classmethod
@@ -131,8 +131,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias_N: Tensor | None = None) -> 
 
 
 def quantize_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 [M, K] and scales FP32 [M, 1], those of `formats.integer` in fewer passes. Codes of a row that is not
-    finite mean nothing; its scale is NaN."""
+    """Quantise tokens for an INT8 linear layer: codes int8 [M, K] and scales FP32 [M, 1], those of `formats.integer` in
+    fewer passes. Codes of a row that is not finite mean nothing; its scale is NaN."""
     x_MK = x_MK.to(torch.float32)
     amax_M1 = x_MK.abs().amax(dim=1, keepdim=True)
     scale_M1 = (amax_M1 / torch.full_like(amax_M1, INT8.highest)).clamp(min=SMALLEST_SCALE)

@@ -114,7 +114,7 @@ class Kernels:
 
     @classmethod
     def default(cls) -> "Kernels":
-        """The best implementations for the machine this runs on."""
+        """The default kernels: the best implementations for the machine this runs on."""
         return cls(detect_machine())
 
     @classmethod
@@ -124,11 +124,11 @@ class Kernels:
         return cls(machine, ops.model_dump(), loss_chunk_bytes=loss_chunk_bytes, attention_block=attention_block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kernels":
-        """A copied model shares them: nothing here changes, and built libraries cannot be copied."""
+        """Kernels of a copied model are shared: nothing here changes, and built libraries cannot be copied."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], "Kernels"], tuple[str]]:
-        """Pickled as what they were made from."""
+        """Kernels pickled as what they were made from."""
         return kernels_of, (self.spec,)
 
     def _find(self, op: str, device: str, dtype: torch.dtype, kind: str = "") -> Callable[..., Any]:
@@ -142,8 +142,8 @@ class Kernels:
     def linear(
         self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, queue: WeightGradientQueue | None = None
     ) -> Tensor:
-        """A linear layer: see `ops.linear`. With a `queue` the weight's gradient waits where that takes it
-        (`ops.base.weight_gradient_queue`)."""
+        """The kernel of a linear layer: see `ops.linear`. With a `queue` the weight's gradient waits where that takes
+        it (`ops.base.weight_gradient_queue`)."""
         run = self._find("linear", x.device.type, x.dtype)
         if queue is None:
             return run(x, weight_MK, bias_M)
@@ -151,12 +151,12 @@ class Kernels:
         return deferred_linear(gemms_of(chosen), x, weight_MK, bias_M, queue)
 
     def rounds_gradient(self, device_type: str, dtype: torch.dtype) -> bool:
-        """True if `linear` rounds the gradient of a weight in FP32 to the operands' dtype."""
+        """True if the kernel of `linear` rounds the gradient of a weight in FP32 to the operands' dtype."""
         choice = self.choices.get(("linear", device_type, dtype, ""))
         return choice is not None and choice.candidate.name == "native"
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """RMS norm: see `ops.norm`."""
+        """The kernel of RMS norm: see `ops.norm`."""
         return self._find("rms_norm", x.device.type, x.dtype)(x, weight_D, eps)
 
     def attention(
@@ -170,7 +170,8 @@ class Kernels:
         block: int | None = None,
         window: int = 0,
     ) -> Tensor:
-        """Attention: see `ops.attention`. `block`: query rows at a time, 0 for all, None for `attention_block`."""
+        """The kernel of attention: see `ops.attention`. `block`: query rows at a time, 0 for all, None for
+        `attention_block`."""
         rows = self.attention_block if block is None else block
         if window < 0:
             raise ValueError(f"a window has at least 1 position, or is 0 for all before, not {window}")
@@ -182,8 +183,9 @@ class Kernels:
         return self._find("attention", device, dtype, kind)(q_BHSD, k_BHSD, v_BHSD, read, scale, rows, window)
 
     def documents(self, batch: Mapping[str, Tensor]) -> Segments:
-        """The documents that all layers hand to `attention` for a batch: its `segments`, and where attention on their
-        device reads where documents begin, that too, found once. None where each row is one document.
+        """For the kernels of attention, the documents that all layers hand to `attention` for a batch: its `segments`,
+        and where attention on their device reads where documents begin, that too, found once. None where each row is
+        one document.
 
         Args:
             batch: `segments` [B, S] where rows are packed; with `ops.base.documents.STARTS` no device is waited for,
@@ -201,8 +203,9 @@ class Kernels:
         return documents_of(segments_BS, batch.get(STARTS))
 
     def attention_to_past(self, q_BHSD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, window: int = 0) -> Tensor:
-        """Attention of the last S of T positions, by torch, with FP32 operands where `attention` has them. No gradient
-        is asked of it. `window`: see `ops.attention`; keys before it may be left out."""
+        """The kernel of attention to the past, of the last S of T positions, by torch, with FP32 operands where
+        `attention` has them. No gradient is asked of it. `window`: see `ops.attention`; keys before it may be left
+        out."""
         wide = ("attention", q_BHSD.device.type, q_BHSD.dtype, "") in self._wide
         return attention_to_past(q_BHSD, k_BHTD, v_BHTD, wide=wide, window=window)
 
@@ -216,7 +219,7 @@ class Kernels:
         *,
         segments: Segments = None,
     ) -> Tensor:
-        """Linear attention: see `ops.attention`."""
+        """The kernel of linear attention: see `ops.attention`."""
         run = self._find("linear_attention", q_BHSD.device.type, q_BHSD.dtype)
         return run(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_of(segments))
 
@@ -229,8 +232,8 @@ class Kernels:
         decay_BHS: Tensor,
         rate_BHS: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Linear attention of the next positions of one document, from the state that earlier ones left (None: there
-        are none), and the state after them [B, H, D, D] in FP32. No gradient is asked of it."""
+        """The kernel of linear attention of the next positions of one document, from the state that earlier ones left
+        (None: there are none), and the state after them [B, H, D, D] in FP32. No gradient is asked of it."""
         if q_BHSD.shape[2] == 1:  # of one position, calls take the time
             return ref_linear.with_state(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, state_BHDD)
         from tilewright.ops.backends import linear_attention  # it registers torch operators
@@ -246,66 +249,69 @@ class Kernels:
         *,
         classes: ClassSlice | None = None,
     ) -> TokenLosses:
-        """The loss of the output matrix: see `ops.loss`. With a `queue` as `linear`, but for the reference; with
-        `classes` of some of them."""
+        """The kernel of the output matrix's loss: see `ops.loss`. With a `queue` as `linear`, but for the reference;
+        with `classes` of some of them."""
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
         if classes is not None:
             return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes, queue, classes)
         return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes, queue)
 
     def adam(self, device_type: str, dtype: torch.dtype, *, masters: bool = False) -> Callable[..., None]:
-        """The AdamW update for parameters of this device and dtype, or for masters with weights. See `ops.adam`."""
+        """The kernel of the AdamW update for parameters of this device and dtype, or for masters with weights. See
+        `ops.adam`."""
         return self._find("master_adam" if masters else "adam", device_type, dtype)
 
     def low_bit_adam(self, tensors: LowBitTensors, hyper: AdamHyper) -> None:
-        """AdamW with moments in 8 bits: see `ops.adam`."""
+        """The kernel of AdamW with moments in 8 bits: see `ops.adam`."""
         self._find("low_bit_adam", tensors.target.device.type, tensors.target.dtype)(tensors, hyper)
 
     def follow_writes(self, master: Tensor, weight: Tensor) -> None:
-        """Give FP32 masters the values that others wrote to their 16-bit weights: see `ops.adam`."""
+        """The kernel that follows writes: gives FP32 masters the values that others wrote to their 16-bit weights: see
+        `ops.adam`."""
         self._find("follow_writes", weight.device.type, weight.dtype)(master, weight)
 
     def newton_schulz(self, device_type: str) -> Callable[..., Tensor]:
-        """Muon's iteration on this device: a function, which has its argument to itself. See `ops.newton_schulz`."""
+        """The kernel of Muon's iteration on this device: a function, which has its argument to itself. See
+        `ops.newton_schulz`."""
         return self._find("newton_schulz", device_type, torch.bfloat16)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, FP32 inside; one form only, fused by the compiler."""
+        """The kernel of SwiGLU: silu(gate) * up, FP32 inside; one form only, fused by the compiler."""
         return ref.swiglu(gate, up)
 
     def rope(self, x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
-        """Rotary positions, FP32 inside; one form only, fused by the compiler."""
+        """The kernel of rotary positions, FP32 inside; one form only, fused by the compiler."""
         return ref.rope(x_BSHD, cos_BSD, sin_BSD)
 
     def quantize(self, x_MK: Tensor, form: OperandFormat, *, noise: Tensor | None = None) -> TiledTensor:
-        """Quantise a matrix: see `ops.quantize`."""
+        """The kernel that quantises a matrix: see `ops.quantize`."""
         kind = quantize_kind(form, noise)
         return self._find("quantize", x_MK.device.type, x_MK.dtype, kind)(x_MK, form, noise)
 
     def quantize_both(self, x_MK: Tensor, form: OperandFormat) -> tuple[TiledTensor, TiledTensor]:
-        """Quantise a matrix by rows and by columns: see `ops.quantize`."""
+        """The kernel that quantises a matrix by rows and by columns: see `ops.quantize`."""
         return self._find("quantize_both", x_MK.device.type, x_MK.dtype, quantize_kind(form))(x_MK, form)
 
     def tile_gemm(
         self, a: TiledTensor, b: TiledTensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype
     ) -> Tensor:
-        """Multiply two quantised matrices: see `ops.gemm`."""
+        """The kernel of the GEMM of two quantised matrices: see `ops.gemm`."""
         return self._find("tile_gemm", a.qdata.device.type, out_dtype, kind_of(a, b))(a, b, bias_N, out_dtype)
 
     def rms_norm_quantize(
         self, x: Tensor, weight_D: Tensor, eps: float, form: OperandFormat
     ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """RMS norm, with its result quantised: see `ops.quantize`."""
+        """The kernel of RMS norm with its result quantised: see `ops.quantize`."""
         return self._find("rms_norm_quantize", x.device.type, x.dtype, quantize_kind(form))(x, weight_D, eps, form)
 
     def swiglu_quantize(self, gate: Tensor, up: Tensor, form: OperandFormat) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """SwiGLU, with its result quantised: see `ops.quantize`."""
+        """The kernel of SwiGLU with its result quantised: see `ops.quantize`."""
         run = self._find("swiglu_quantize", gate.device.type, gate.dtype, quantize_kind(form))
         return run(gate, up, form)
 
     def explain(self) -> list[dict[str, object]]:
-        """One row an operation and case: op, case, chosen (None: nothing can run it; `Op.instead` where callers would
-        not run the reference), rejected [(candidate, reason)]."""
+        """Explain the kernels: one row an operation and case: op, case, chosen (None: nothing can run it; `Op.instead`
+        where callers would not run the reference), rejected [(candidate, reason)]."""
         rows = [
             {
                 "op": choice.op,

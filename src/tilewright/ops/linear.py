@@ -32,7 +32,8 @@ from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 
 
 def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """torch's own GEMM: oneDNN on CPU (AMX tiles for BF16 where the processor has them), cuBLAS on CUDA."""
+    """The linear operation by torch's own GEMM: oneDNN on CPU (AMX tiles for BF16 where the processor has them), cuBLAS
+    on CUDA."""
     return F.linear(x, weight_MK.to(x.dtype), None if bias_M is None else bias_M.to(x.dtype))
 
 
@@ -72,7 +73,7 @@ def _in_transforms(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -
 
 
 def gemms_of(candidate: str) -> LinearGemms:
-    """The matmuls of a linear layer one by one, as a candidate computes them, for weight gradients that wait
+    """The GEMMs of the linear operation one by one, as a candidate computes them, for weight gradients that wait
     (`base.weight_gradient_queue`)."""
     if candidate == "wide":
         from tilewright.ops.backends.native import wide_ops  # it registers torch operators

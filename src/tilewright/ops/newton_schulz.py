@@ -35,7 +35,7 @@ NEWTON_SCHULZ = Op(
 
 
 def operand_format(machine: Machine, forced: str = "auto") -> str:
-    """The format of the products on a machine's device, for plans: bf16 or fp32.
+    """Newton-Schulz's format of the products on a machine's device, for plans: bf16 or fp32.
 
     Args:
         machine: where.

@@ -9,7 +9,7 @@ from tilewright.ops.base.dispatch import Candidate, Op, always
 
 
 def native(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`F.rms_norm` on an FP32 (FP64) view of the input; one fused loop under torch.compile."""
+    """RMS norm by torch: `F.rms_norm` on an FP32 (FP64) view of the input; one fused loop under torch.compile."""
     high = torch.promote_types(x.dtype, torch.float32)
     if _is_next_token(x):
         return _one_row(x.to(high), weight_D.to(high), eps).to(x.dtype)
@@ -22,7 +22,8 @@ def _is_next_token(x: Tensor) -> bool:
 
 
 def _one_row(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """For the next token of a text: `F.rms_norm` is ten operations on a CPU, which take as long as a matmul there."""
+    """Norm of one row, for the next token of a text: `F.rms_norm` is ten operations on a CPU, which take as long as a
+    matmul there."""
     flat_D = x.reshape(-1)
     return (x * (torch.dot(flat_D, flat_D).item() / len(flat_D) + eps) ** -0.5).mul_(weight_D)
 

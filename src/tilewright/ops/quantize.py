@@ -38,7 +38,7 @@ _CPU = Knows(
 
 
 def quantize_kind(form: OperandFormat, noise: Tensor | None = None) -> str:
-    """The case's kind. (By integers: torch.compile does not guard a look-up by tile.)"""
+    """The kind of a case of `quantize`. (By integers: torch.compile does not guard a look-up by tile.)"""
     if not form.is_fp8:
         return "other"
     known = (form.tile.rows, form.tile.cols) in ((1, 128), (128, 1), (128, 128))
@@ -46,7 +46,7 @@ def quantize_kind(form: OperandFormat, noise: Tensor | None = None) -> str:
 
 
 def _in_rows(form: OperandFormat) -> bool:
-    """True if kernels make both copies at once."""
+    """True if kernels of `quantize` make both copies at once, in rows."""
     return (form.tile.rows, form.tile.cols) == (1, 128)
 
 
@@ -114,7 +114,8 @@ def _triton_swiglu(gate, up, form):
 
 
 def _cpu_norm(x, weight_D, eps, form):
-    """Not fused: on a CPU the norm is compiled with its neighbours, and its result is read from the cache."""
+    """Norm before `quantize` on a CPU. Not fused: the norm is compiled with its neighbours, and its result is read from
+    the cache."""
     return _copies(rms_norm(x, weight_D, eps), form, _cpu_both)
 
 

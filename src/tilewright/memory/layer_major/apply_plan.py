@@ -25,7 +25,7 @@ Homes = tuple[Tier, Tier]
 
 
 def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, LayerMemory]:
-    """The memory plan of each layer group, by its name. Not the shared one, which is always on the device.
+    """The memory plan to apply to each layer group, by its name. Not the shared one, which is always on the device.
 
     Raises:
         ConfigError: the memory plan is of another number of layers, cuts a layer group, or asks for what is not
@@ -59,7 +59,7 @@ def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, La
 
 
 def other_layers(asked: int, there: int) -> ConfigError:
-    """The error of a memory plan that is of another model."""
+    """The error of applying a memory plan that is of another model."""
     return ConfigError(
         "Memory plan belongs to another model",
         got=f"{asked} layers",
@@ -69,7 +69,8 @@ def other_layers(asked: int, there: int) -> ConfigError:
 
 
 def input_tiers(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[int, Tier]:
-    """Where the input of each layer group waits, by its place; the last one's output waits for the loss."""
+    """To apply a plan, where the input of each layer group waits, by its place; the last one's output waits for the
+    loss."""
     found: dict[int, Tier] = {
         place: memory_plan.layers[part.layers[0]].inputs for place, part in enumerate(layer_groups.groups)
     }
@@ -78,7 +79,8 @@ def input_tiers(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[int,
 
 
 def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None:
-    """Refuse a change in mid-run that would not leave the numbers as they are.
+    """Check the same numbers before a plan is applied: refuse a change in mid-run that would not leave them as they
+    are.
 
     Args:
         new: of as many layers as `old`.
@@ -107,7 +109,7 @@ def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None
 
 
 def _of_slice(layer: LayerMemory) -> LayerMemory:
-    """Without what each layer of a layer group has for itself."""
+    """A plan to apply without what each layer of a layer group has for itself."""
     return replace(layer, mlp_chunks=1, attention_block=0)
 
 
@@ -133,7 +135,7 @@ class PlanApplier:
 
     @property
     def now(self) -> MemoryPlan:
-        """The plan of now, read from where tensors are."""
+        """The applied plan of now, read from where tensors are."""
         layer_groups, run = self._run.layer_groups, self._run
         layers: list[LayerMemory] = []
         for place, part in enumerate(layer_groups.groups):
@@ -145,8 +147,8 @@ class PlanApplier:
         return MemoryPlan(layers=tuple(layers), embedding=embedding, head=head)
 
     def apply(self, memory_plan: MemoryPlan) -> None:
-        """Execute this memory plan from the next step on: all of it or, where that fails, nothing. All of it or, where
-        that fails, nothing.
+        """Apply a plan: execute this memory plan from the next step on: all of it or, where that fails, nothing. All of
+        it or, where that fails, nothing.
 
         Raises:
             ConfigError: it cannot be done by this executor, or not while the run continues.
@@ -179,7 +181,8 @@ class PlanApplier:
         return told
 
     def _move(self, homes: Mapping[str, Homes]) -> None:
-        """Move layer groups, those that make room on the device first; move them back where one of them cannot."""
+        """Move layer groups to apply a plan, those that make room on the device first; move them back where one of them
+        cannot."""
         todo = []
         for part in self._run.layer_groups:
             old = self._run.offloader.homes(part)

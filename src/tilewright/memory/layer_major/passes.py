@@ -82,7 +82,8 @@ class LayerMajor:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch]) -> bool:
-        """Run all micro-batches through all layers forward; returns whether the last outputs are finite.
+        """Layer-major forward passes: run all micro-batches through all layers; returns whether the last outputs are
+        finite.
 
         Args:
             batches: micro-batches on the device.
@@ -113,7 +114,7 @@ class LayerMajor:
         return xs
 
     def _keep_layers(self, place: int, micro: int, x: Tensor) -> Tensor:
-        """`_forward_layers`, whose graph is kept."""
+        """A layer-major forward pass, `_forward_layers`, whose graph is kept."""
         part, start = self.layer_groups.groups[place], x.detach().requires_grad_()
         stays = self.offloader.homes(part)[0] == "device"
         around = nullcontext() if stays else rebind_saved_views(part.params)
@@ -134,7 +135,7 @@ class LayerMajor:
         return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
 
     def aux_metrics(self) -> list[dict[str, Tensor]]:
-        """Counts of the layers, by micro-batch. Once a forward pass."""
+        """Metrics of layer-major passes: counts of the layers, by micro-batch. Once a forward pass."""
         return [self.view.aux_metrics(counted) for counted in self._counted]
 
     # ---- backward ----
@@ -147,7 +148,8 @@ class LayerMajor:
         after_loss: Callable[[float], None] | None = None,
         last: bool = True,
     ) -> float:
-        """Run all layers backward, from the loss to the prologue; returns the loss summed over all targets.
+        """Layer-major backward passes: run all layers, from the loss to the prologue; returns the loss summed over all
+        targets.
 
         Args:
             factor: the gradient is that of the summed loss times this.
@@ -201,7 +203,8 @@ class LayerMajor:
     def _epilogue_piece(
         self, wanted: list[Tensor], micro: int, factor: float
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Mapping[str, Tensor]]:
-        """One micro-batch's loss, its gradient at the last layer's output, the loss of each target, and the rest."""
+        """A piece of layer-major passes, the epilogue: one micro-batch's loss, its gradient at the last layer's output,
+        the loss of each target, and the rest."""
         x = self.inputs.get(len(self.layer_groups.groups), micro).requires_grad_()
         out = self._run_epilogue(micro, x)
         (out.loss_sum * factor).backward(inputs=[x, *wanted])
@@ -223,14 +226,15 @@ class LayerMajor:
             self._drop(place, micro, last)
 
     def _layers_piece(self, wanted: list[Tensor], place: int, micro: int, grad: Tensor | None) -> Tensor | None:
-        """A layer group's gradient at its input, for one micro-batch."""
+        """A piece of layer-major passes: a layer group's gradient at its input, for one micro-batch."""
         start, out = self._graph(place, micro)
         if grad is not None:
             out.backward(grad, inputs=[start, *wanted])
         return start.grad
 
     def _graph(self, place: int, micro: int) -> tuple[Tensor, Tensor]:
-        """A layer group's input and output, and the graph between them: as it was kept, or computed again."""
+        """The graph of a layer-major pass: a layer group's input and output, and the graph between them: as it was
+        kept, or computed again."""
         kept = self._graphs.pop((place, micro), None)
         if kept is not None:
             return kept
@@ -257,7 +261,8 @@ class LayerMajor:
             self.inputs.drop(place, micro)
 
     def free_saved_graphs(self) -> None:
-        """Free the graphs that are kept; their layer groups are recomputed instead, for the same gradients."""
+        """Free graphs of layer-major passes that are kept; their layer groups are recomputed instead, for the same
+        gradients."""
         self._graphs.clear()
 
     @staticmethod
@@ -269,7 +274,7 @@ class LayerMajor:
     # ---- around both ----
 
     def end(self) -> None:
-        """Forget the step: its inputs, graphs, draws and gradients."""
+        """End layer-major passes: forget the step: its inputs, graphs, draws and gradients."""
         self._graphs.clear()
         self.inputs.clear()
         self.replay.clear()
@@ -279,12 +284,12 @@ class LayerMajor:
         self._batches, self._contexts, self._counted = (), [], []
 
     def _after(self, place: int) -> LayerGroup:
-        """The layer group that the forward pass reads after that of this place."""
+        """The layer group after that of this place, which the layer-major forward pass reads."""
         groups = self.layer_groups.groups
         return groups[place + 1] if place + 1 < len(groups) else self.layer_groups.epilogue
 
     def _before(self, place: int) -> LayerGroup:
-        """The layer group that the backward pass reads after that of this place."""
+        """The layer group before that of this place, which the layer-major backward pass reads."""
         return self.layer_groups.groups[place - 1] if place else self.layer_groups.prologue
 
     @contextmanager

@@ -30,7 +30,7 @@ class RouterChoices:
         self._given: int | None = None
 
     def __call__(self, choose: Callable[[], Tensor]) -> Tensor:
-        """The choice of the first call of `choose`, for this and later calls."""
+        """A router's choice to replay: that of the first call of `choose`, for this and later calls."""
         if self._given is None:
             self._made.append(choose())
             return self._made[-1]
@@ -38,7 +38,7 @@ class RouterChoices:
         return self._made[self._given - 1]
 
     def rewind(self) -> "RouterChoices":
-        """Return the recorded choices from now on, from the first one on."""
+        """Rewind a router's choices: replay the recorded ones from now on, from the first one on."""
         self._given = 0
         return self
 
@@ -64,7 +64,8 @@ class Replay:
         self._routers: dict[nn.Module, tuple[list[Router], bool]] = {}
 
     def record(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
-        """Run function(), with its random draws and expert choices recorded under `key`; nothing where it fails."""
+        """Record for a replay: run function(), with its random draws and expert choices kept under `key`; nothing where
+        it fails."""
         taken, before = _Taken(), torch_states(self._device)
         try:
             with self._choosing(layer, taken.choices):
@@ -79,17 +80,17 @@ class Replay:
         return out
 
     def replay(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
-        """Run function() with the random draws and expert choices that were recorded."""
+        """Replay: run function() with the random draws and expert choices that were recorded."""
         taken = self._taken[key]
         with drawing(taken.states), self._choosing(layer, taken.choices.rewind()):
             return function()
 
     def knows(self, key: Hashable) -> bool:
-        """True where a call is remembered under `key`."""
+        """True where a call can be replayed: it is remembered under `key`."""
         return key in self._taken
 
     def clear(self) -> None:
-        """Forget the draws and choices of all calls."""
+        """Clear the replay: forget the draws and choices of all calls."""
         self._taken.clear()
 
     @contextmanager
@@ -108,7 +109,7 @@ class Replay:
                 router.choices = None
 
     def _routers_in(self, layer: nn.Module | None) -> tuple[list[Router], bool]:
-        """Routers of our own in a layer, and whether there are others."""
+        """Routers of our own in a layer to replay, and whether there are others."""
         if layer is None:
             return [], False
         if layer not in self._routers:

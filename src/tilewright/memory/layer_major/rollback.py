@@ -41,7 +41,8 @@ class _Buffer:
     writing: Future[None] | None = None
 
     def wait(self) -> None:
-        """Wait until the memory is written; an error stays here, to be met by every later call."""
+        """Wait for a rollback buffer: until the memory is written; an error stays here, to be met by every later
+        call."""
         if self.writing is not None:
             self.writing.result()
             self.writing = None
@@ -77,7 +78,7 @@ class RollbackBuffer:
 
     @torch.no_grad()
     def save(self, part: LayerGroup, tensors: Sequence[Tensor]) -> None:
-        """Keep the values of a layer group's live tensors; they may change when this returns.
+        """Save for a rollback: keep the values of a layer group's live tensors; they may change when this returns.
 
         Raises:
             FitError: there is no room for them. The layer group is unchanged.
@@ -117,7 +118,7 @@ class RollbackBuffer:
         self._kept.clear()
 
     def commit(self) -> None:
-        """Drop the copies of a step that is good."""
+        """Commit: drop the rollback's copies of a step that is good."""
         self._kept.clear()
 
     @property
@@ -128,7 +129,7 @@ class RollbackBuffer:
         return held
 
     def close(self) -> None:
-        """Give all room of the rollback's copies back."""
+        """Close the rollback buffer: free all room of its copies."""
         self._writer.shutdown()
         for buffer in self._buffers:
             unpin(buffer.memory, self.device)
@@ -137,7 +138,7 @@ class RollbackBuffer:
         self._kept.clear()
 
     def _free_buffer(self, num_bytes: int) -> _Buffer:
-        """A buffer of at least this size that nothing is written from any more."""
+        """A free buffer for the rollback of at least this size that nothing is written from any more."""
         if len(self._buffers) < 2:
             self._buffers.append(_Buffer(pinned_empty(num_bytes, self.device)))
             return self._buffers[-1]
@@ -150,7 +151,7 @@ class RollbackBuffer:
         return buffer
 
     def _settle(self) -> None:
-        """Wait until the store has what was copied out."""
+        """Settle the rollback buffer: wait until the store has what was copied out."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         for buffer in self._buffers:
@@ -158,7 +159,8 @@ class RollbackBuffer:
 
 
 def _copy_out(tensors: Sequence[Tensor], layout: Layout, flat: Tensor) -> torch.cuda.Event | None:
-    """Copy tensors into flat host memory; what says when it is done, where the device runs on its own."""
+    """Copy tensors out for a rollback into flat host memory; what says when it is done, where the device runs on its
+    own."""
     for tensor, place in zip(tensors, layout.views(flat).values(), strict=True):
         place.copy_(tensor, non_blocking=True)
     if not any(tensor.is_cuda for tensor in tensors):

@@ -38,7 +38,7 @@ class DeviceActivations:
         self._kept[key] = tensors
 
     def prefetch(self, key: Key) -> None:
-        """Nothing to do: layer inputs are on the device."""
+        """Prefetch of the activation store on the device: nothing to do."""
 
     def get(self, key: Key) -> Sequence[Tensor]:
         return self._kept[key]
@@ -51,7 +51,7 @@ class DeviceActivations:
         return sum(tensor.nbytes for tensors in self._kept.values() for tensor in tensors)
 
     def forget(self, gone: Callable[[int], bool]) -> None:
-        """Nothing to do: layer inputs are on the device."""
+        """Forget in the activation store on the device: nothing to do."""
 
     def close(self) -> None:
         self._kept.clear()
@@ -69,7 +69,7 @@ class _InStore:
             self.store.give_back(keys)
 
     def idle(self) -> None:
-        """Wait until nothing reads or writes the store."""
+        """Wait until the activation store is idle: nothing reads or writes it."""
         raise NotImplementedError
 
 
@@ -185,7 +185,8 @@ class DiskActivations(_InStore):
         self.store.close()
 
     def _settle(self, most: int) -> None:
-        """Take note of writes that ended, and wait until at most so many are under way."""
+        """Settle the activation store on disk: take note of writes that ended, and wait until at most so many are under
+        way."""
         while len(self._writes) > most or (self._writes and self._writes[0].done()):
             self._writes.popleft().result()
 
@@ -235,7 +236,7 @@ class CudaDiskActivations(DiskActivations):
         self._buffers.close()
 
     def _write(self, key: Key, flat: Tensor, copied: Event, _: Sequence[Tensor]) -> None:
-        """`_`: alive until they are copied."""
+        """Write to the activation store on disk from CUDA. `_`: alive until they are copied."""
         copied.synchronize()
         self.store.write(key, [flat])
 
@@ -259,5 +260,5 @@ def _layout(tensors: Sequence[Tensor]) -> Layout:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, not copied."""
+    """The bytes of a contiguous tensor for an activation store, flat, not copied."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -32,7 +32,7 @@ class LinkRates:
 def measure_link(
     tier: Tier, device: torch.device | str, *, folder: Path | str | None = None, slice_bytes: int, num_slices: int = 4
 ) -> LinkRates:
-    """Measure how fast a tier is: write and read `num_slices` layer groups one after another.
+    """Measure bandwidth, how fast a tier is: write and read `num_slices` layer groups one after another.
 
     Args:
         tier: host or disk.

@@ -52,12 +52,12 @@ class Store(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rooms of the store."""
+        """Bytes of all rooms of a byte store."""
         return sum(self.sizes.values())
 
     @abstractmethod
     def take(self, sizes: Mapping[Hashable, int]) -> None:
-        """Take rooms of so many bytes in the store under new keys.
+        """Take rooms of so many bytes in the byte store under new keys.
 
         Raises:
             FitError: they are not all there; none is taken then.
@@ -65,7 +65,8 @@ class Store(ABC):
         """
 
     def fit(self, key: Hashable, num_bytes: int, idle: Callable[[], None]) -> None:
-        """Have a room of at least `num_bytes` under this key. One that is too small is replaced, its bytes lost.
+        """Fit a room into the byte store: of at least `num_bytes` under this key. One that is too small is replaced,
+        its bytes lost.
 
         Args:
             idle: waits until nothing reads or writes the room; called before it is replaced.
@@ -79,11 +80,11 @@ class Store(ABC):
 
     @abstractmethod
     def give_back(self, keys: Collection[Hashable]) -> None:
-        """Give rooms back to the system. Nothing may be reading or writing them any more."""
+        """Return rooms of the byte store to the system. Nothing may be reading or writing them any more."""
 
     @abstractmethod
     def read(self, key: Hashable, pieces: Sequence[Tensor]) -> None:
-        """Copy a room's first bytes into `pieces`.
+        """Read from the byte store: copy a room's first bytes into `pieces`.
 
         Raises:
             HardwareError: the disk fails, or the file is shorter than it was made.
@@ -91,7 +92,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, key: Hashable, pieces: Sequence[Tensor]) -> None:
-        """Copy `pieces` to a room's first bytes.
+        """Write to the byte store: copy `pieces` to a room's first bytes.
 
         Raises:
             HardwareError: the disk fails, or is full after all.
@@ -99,15 +100,15 @@ class Store(ABC):
 
     @abstractmethod
     def view(self, key: Hashable) -> Tensor:
-        """A room's bytes themselves, on the host."""
+        """View of a byte store: a room's bytes themselves, on the host."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give all rooms of the store back."""
+        """Close the byte store: free all its rooms."""
 
 
 def make_store(tier: Tier, device: torch.device, folder: Path | str | None = None) -> Store:
-    """A store without rooms in a tier off the device.
+    """Make a byte store without rooms in a tier off the device.
 
     Args:
         tier: host or disk.
@@ -162,7 +163,7 @@ class HostStore(Store):
             _copy_bytes(piece, part)
 
     def _parts(self, key: Hashable, pieces: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Each piece and its bytes in the room."""
+        """Parts of a room in the host's byte store: each piece and its bytes."""
         sizes = [len(piece) for piece in pieces]
         return list(zip(pieces, self._rooms[key][: sum(sizes)].split(sizes), strict=True))
 
@@ -195,8 +196,8 @@ class DiskStore(Store):
             raise self._failed("extended", error, sum(sizes.values())) from error
 
     def give_back(self, keys: Collection[Hashable]) -> None:
-        """The file ends with its last room; before that, a room becomes a hole. Where the file system makes no holes,
-        the next rooms are taken there.
+        """Return rooms of the disk's byte store: the file ends with its last room; before that, a room becomes a hole.
+        Where the file system makes no holes, the next rooms are taken there.
 
         Raises:
             HardwareError: the disk fails.
@@ -223,15 +224,15 @@ class DiskStore(Store):
         self._move(os.pwritev, "written", key, pieces)
 
     def fileno(self) -> int:
-        """The open file of the disk store."""
+        """The open file of the byte store on disk."""
         return self._file.fileno()
 
     def sync(self) -> None:
-        """Wait until the disk itself has what was written."""
+        """Sync the byte store on disk: wait until the disk itself has what was written."""
         os.fsync(self.fileno())
 
     def forget_cached(self) -> None:
-        """Let the system drop its copies in memory of what is on the disk."""
+        """Forget cached bytes of the disk's store: let the system drop its copies in memory of what is on the disk."""
         os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -241,7 +242,8 @@ class DiskStore(Store):
         self._held = self._end = 0
 
     def _gap(self, num_bytes: int) -> int:
-        """Where there is room for so many bytes: the first gap between rooms that they fit into, or the end."""
+        """A gap in the byte store on disk, where there is room for so many bytes: the first gap between rooms that they
+        fit into, or the end."""
         end = self._end if self._held == self._end else 0
         if end < self._end:
             for key, start in sorted(self._starts.items(), key=lambda room: room[1]):
@@ -257,7 +259,7 @@ class DiskStore(Store):
             raise OSError(fault, os.strerror(fault))
 
     def _move(self, call: Callable[..., int], done: str, key: Hashable, pieces: Sequence[Tensor]) -> None:
-        """Call until all bytes went over: the system may move fewer than it was asked to."""
+        """Move bytes of the store on disk: call until all went over: the system may move fewer than it was asked to."""
         at = self._starts[key]
         views = [piece.numpy().data for piece in pieces if len(piece)]
         while views:
@@ -271,7 +273,7 @@ class DiskStore(Store):
             views = _after(views, count)
 
     def _failed(self, done: str, error: OSError, wanted: int | None = None) -> TilewrightError:
-        """The error of the disk tier; `wanted`: bytes of room that could not be taken."""
+        """The error of the byte store on disk; `wanted`: bytes of room that could not be taken."""
         reason = error.strerror or str(error)
         if wanted is not None and error.errno in _FULL:
             return FitError(
@@ -292,7 +294,7 @@ class DiskStore(Store):
 
 
 def _open_nameless(folder: Path) -> BinaryIO:
-    """A new file without a name in `folder`, which is made where it is missing."""
+    """Open a nameless file for a byte store: a new one in `folder`, which is made where it is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=folder, prefix="tier-", buffering=0)
@@ -307,7 +309,7 @@ def _open_nameless(folder: Path) -> BinaryIO:
 
 
 def _copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy flat uint8 tensors in host memory on one core, without Python's lock.
+    """Copy bytes of a store: flat uint8 tensors in host memory on one core, without Python's lock.
 
     torch's copy would start threads of its own beside those that compute.
     """
@@ -315,7 +317,7 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """The rest of `views` without their first `count` bytes."""
+    """Bytes after some of a store: the rest of `views` without their first `count` ones."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]

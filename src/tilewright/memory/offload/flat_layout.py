@@ -20,7 +20,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
-        """The layout of tensors of these shapes and dtypes."""
+        """The flat layout of tensors of these shapes and dtypes."""
         places, end = {}, 0
         for name, tensor in tensors.items():
             places[name] = (end, tensor.shape, tensor.dtype)
@@ -28,7 +28,7 @@ class Layout:
         return cls(places, end)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors of the layout in `flat` (uint8, at least `num_bytes`)."""
+        """Views of a flat layout: its tensors in `flat` (uint8, at least `num_bytes`)."""
         return {
             name: flat[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for name, (start, shape, dtype) in self.places.items()

@@ -23,7 +23,8 @@ from tilewright.ops.base.code_modules import codes_of, named_constants
 
 @torch.no_grad()
 def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
-    """Give meta parameters a shape, dtype and device, but one value and no memory; buffers and codes get it, unfilled.
+    """Lazy parameters as placeholders: give meta ones a shape, dtype and device, but one value and no memory; buffers
+    and codes get it, unfilled.
 
     The parameters are new objects, and stay the same ones from here on: make the optimizer afterwards. Tied ones stay
     tied. What is not on the meta device is left alone.
@@ -43,13 +44,14 @@ def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
 
 
 def fill_buffers(model: nn.Module, values: InitialValues) -> None:
-    """Give all buffers and codes their initial values: they are always on the device."""
+    """Fill buffers beside lazy parameters: give all of them and codes their initial values: they are always on the
+    device."""
     values(named_constants(model))
 
 
 @contextmanager
 def dummy_values(model: nn.Module) -> Iterator[None]:
-    """Vacant parameters have values inside: for trying out how a model behaves before it has its own.
+    """Dummy values inside for lazy parameters: for trying out how a model behaves before it has its own.
 
     All are views of one buffer of random numbers for each dtype, as large as the largest parameter: weights around
     zero, vectors (norms, biases) around one. Nothing may be written to them, and they mean nothing.

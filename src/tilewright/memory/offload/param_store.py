@@ -85,13 +85,13 @@ class ParamOffloader:
         self.states.seal()
 
     def prefetch(self, part: LayerGroup, *, states: bool = False) -> None:
-        """Begin to bring a layer group, and its states where they will be wanted."""
+        """Prefetch parameters: begin to bring a layer group, and its states where they will be wanted."""
         self.parameters.prefetch(part.name)
         if states:
             self.states.prefetch(part.name)
 
     def fetch(self, part: LayerGroup, *, states: bool = False) -> None:
-        """Have a layer group's parameters on the device when this returns, and its states where they are wanted.
+        """Fetch parameters: have a layer group's on the device when this returns, and its states where they are wanted.
 
         Raises:
             HardwareError: the disk fails, or failed before. The layer group is not live then.
@@ -107,7 +107,7 @@ class ParamOffloader:
         self._states_live.add(part.name)
 
     def release(self, part: LayerGroup, *, changed: bool) -> None:
-        """Free a layer group's parameters; what changed is written back."""
+        """Release parameters of a layer group; what changed is written back."""
         changed = changed and bool(part.trained)
         self.parameters.release(part.name, changed=changed)
         if part.name in self._states_live:
@@ -115,7 +115,7 @@ class ParamOffloader:
             self.states.release(part.name, changed=changed)
 
     def homes(self, part: LayerGroup) -> tuple[Tier, Tier]:
-        """Where a layer group's parameters and states are stored."""
+        """Homes in the parameter store: where a layer group's parameters and states are."""
         return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
 
     def flush(self) -> None:
@@ -129,11 +129,12 @@ class ParamOffloader:
 
     @property
     def is_offloaded(self) -> bool:
-        """True where anything is stored off the device."""
+        """True where the parameter store has anything off the device."""
         return self.parameters.is_offloaded or self.states.is_offloaded
 
     def move(self, part: LayerGroup, *, parameters: Tier, states: Tier) -> None:
-        """Give a layer group other homes; see `OffloadPool.move`. Not the layer group that several others read.
+        """Move parameters: give a layer group other homes; see `OffloadPool.move`. Not the layer group that several
+        others read.
 
         Raises:
             FitError: a tier has not so much room. What did not move is where it was.
@@ -144,7 +145,7 @@ class ParamOffloader:
         self.states.move(part.name, states)
 
     def close(self) -> None:
-        """Give all room back. What is not live is lost."""
+        """Close the parameter store: free all room. What is not live is lost."""
         self.parameters.close()
         self.states.close()
 
@@ -172,7 +173,8 @@ class _StateValues:
 
 
 def _placeholder_states(optimizer: DeepSeekAdam, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Give the optimizer states without memory for these parameters; the states by name."""
+    """Placeholder states in the parameter store: give the optimizer states without memory for these parameters; the
+    states by name."""
     made: dict[str, Tensor] = {}
     for name, param in params.items():
         state = optimizer.state[param]

@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 
 def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] on the host; registered where `device` is a GPU. Give it back with `unpin`.
+    """A pinned, empty buffer: uint8 [num_bytes] on the host; registered where `device` is a GPU. Give it back with
+    `unpin`.
 
     Raises:
         FitError: the system has not so much memory.
@@ -59,8 +60,9 @@ def _runtime() -> Any:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Take the runtime's last error out. torch's binding of `cudaHostRegister` leaves it, and the next kernel, of
-    somebody who went on in another tier, would fail with it: so one is launched that may."""
+    """Forget an error of pinned memory: take the runtime's last error out. torch's binding of `cudaHostRegister` leaves
+    it, and the next kernel, of somebody who went on in another tier, would fail with it: so one is launched that
+    may."""
     try:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:  # torch.AcceleratorError is one; what is not over comes again
@@ -68,7 +70,7 @@ def _forget_error(device: torch.device) -> None:
 
 
 def unpin(buffer: Tensor, device: torch.device) -> None:
-    """Take a buffer of `pinned_empty` back from the driver; nothing may be copying to or from it any more."""
+    """Unpin a buffer of `pinned_empty`: take it back from the driver; nothing may be copying to or from it any more."""
     if device.type == "cuda" and buffer.nbytes:
         _runtime().cudaHostUnregister(buffer.data_ptr())
 
@@ -121,7 +123,8 @@ class PinnedBuffers:
             self._free.append(buffer)
 
     def close(self) -> None:
-        """Give all back to the system, those too that were not given back; nothing copies to or from them any more."""
+        """Close pinned buffers: return all to the system, those too that are still taken; nothing copies to or from
+        them any more."""
         with self._lock:
             self._free.clear()
             for buffer in list(self._all):

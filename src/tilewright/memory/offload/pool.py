@@ -52,21 +52,21 @@ class _Slice:
 
     @property
     def resident(self) -> bool:
-        """True where the tensors are stored on the device."""
+        """True where a group of the pool is resident: its tensors are stored on the device."""
         return self.tier == "device"
 
     def enter(self, flat: Tensor) -> None:
-        """Let the tensors be views of a staging buffer."""
+        """Enter a group of the pool: let its tensors be views of a staging buffer."""
         for name, view in self.layout.views(flat).items():
             self.tensors[name].data = view
 
     def to_placeholders(self, device: torch.device) -> None:
-        """Make what is in for the tensors while their bytes are in a tier."""
+        """Make placeholders in the pool: what is in for the tensors while their bytes are in a tier."""
         self.away = {name: placeholder(tensor.shape, tensor.dtype, device) for name, tensor in self.tensors.items()}
         self.leave()
 
     def leave(self) -> None:
-        """Let the tensors be what is in for them."""
+        """Leave a group of the pool: let its tensors be placeholders."""
         for name, value in self.away.items():
             self.tensors[name].data = value
 
@@ -106,7 +106,7 @@ class OffloadPool:
         tier: Tier | None = None,
         resident: bool = False,
     ) -> None:
-        """Announce a layer group. Nothing moves before `seal`.
+        """Add a layer group to the pool. Nothing moves before `seal`.
 
         Args:
             slice_id: any name.
@@ -134,8 +134,8 @@ class OffloadPool:
         self._layer_groups[slice_id] = _Slice(dict(tensors), fill, tier, fixed=resident)
 
     def seal(self) -> None:
-        """Take the tiers' room, then the bytes, layer group by layer group; afterwards nothing is live but what always
-        is.
+        """Seal the pool: take the tiers' room, then the bytes, layer group by layer group; afterwards nothing is live
+        but what always is.
 
         Raises:
             FitError: a tier has not so much room; nothing has moved then.
@@ -159,13 +159,13 @@ class OffloadPool:
         self._make_slots()
 
     def _to(self, tier: Tier) -> Transfer:
-        """The mover of bytes to and from a tier."""
+        """The pool's mover of bytes to and from a tier."""
         if tier not in self._transfers:
             self._transfers[tier] = make_transfer(make_store(tier, self.device, self._folder), self.device)
         return self._transfers[tier]
 
     def _make_slots(self) -> None:
-        """Staging buffers for what is off the device now."""
+        """Make the pool's staging buffers for what is off the device now."""
         moving = [item for item in self._layer_groups.values() if not item.resident]
         if moving:
             largest = max(item.layout.num_bytes for item in moving)
@@ -175,8 +175,8 @@ class OffloadPool:
 
     @torch.no_grad()
     def _write_values(self, slice_id: Hashable, item: _Slice, store: Store) -> None:
-        """Fill a room with the initial values of a layer group, or with those that its tensors have: one copy and no
-        more."""
+        """Write values into the pool: fill a room with the initial ones of a layer group, or with those that its
+        tensors have: one copy and no more."""
         flat = store.view(slice_id) if store.in_memory else torch.empty(item.layout.num_bytes, dtype=torch.uint8)
         views = item.layout.views(flat)
         fill, item.fill = item.fill, None
@@ -201,8 +201,8 @@ class OffloadPool:
     # ---- using ----
 
     def prefetch(self, slice_id: Hashable) -> bool:
-        """Start bringing a layer group in. False where no buffer is free for it: the layer group comes when it is
-        fetched."""
+        """Prefetch by the pool: start bringing a layer group in. False where no buffer is free for it: the layer group
+        comes when it is fetched."""
         item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return True
@@ -211,7 +211,7 @@ class OffloadPool:
         return self._slots.prefetch(slice_id, self._to(item.tier))
 
     def fetch(self, slice_id: Hashable) -> dict[str, Tensor]:
-        """Make a layer group's tensors live, waiting for them where need be; the tensors by name.
+        """Fetch by the pool: make a layer group's tensors live, waiting for them where need be; the tensors by name.
 
         Raises:
             HardwareError: the disk fails, now or when an earlier layer group was written back.
@@ -227,7 +227,7 @@ class OffloadPool:
         return dict(item.tensors)
 
     def release(self, slice_id: Hashable, *, changed: bool) -> None:
-        """Let a layer group of the pool go; `changed` writes it back in the background."""
+        """Release a layer group of the pool; `changed` writes it back in the background."""
         item = self._layer_groups[slice_id]
         if not item.live:
             raise AssertionError(f"layer group {slice_id!r} is not live")
@@ -238,7 +238,7 @@ class OffloadPool:
 
     @contextmanager
     def using(self, slice_id: Hashable, *, changed: bool) -> Iterator[dict[str, Tensor]]:
-        """`fetch`, and `release` at the end of the block, however it ends."""
+        """Use a layer group of the pool: `fetch`, and `release` at the end of the block, however it ends."""
         tensors = self.fetch(slice_id)
         try:
             yield tensors
@@ -246,19 +246,19 @@ class OffloadPool:
             self.release(slice_id, changed=changed)
 
     def read(self, slice_id: Hashable) -> dict[str, Tensor]:
-        """Copies of a layer group's tensors in host memory, as they are now. What is live stays so, what is not does
-        not become it."""
+        """Read from the pool: copies of a layer group's tensors in host memory, as they are now. What is live stays so,
+        what is not does not become it."""
         item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return {name: _host_copy(tensor) for name, tensor in item.tensors.items()}
         return {name: _host_copy(view) for name, view in self._views(slice_id, item).items()}
 
     def _views(self, slice_id: Hashable, item: _Slice) -> dict[str, Tensor]:
-        """The tensors of a layer group that is off the device and not live."""
+        """Views of the pool: the tensors of a layer group that is off the device and not live."""
         return item.layout.views(self._slots.read(slice_id, self._to(item.tier), item.layout.num_bytes))
 
     def flush(self) -> None:
-        """Wait until everything that was released is in its tier.
+        """Flush the pool: wait until everything that was released is in its tier.
 
         Raises:
             HardwareError: it cannot be written.
@@ -266,7 +266,7 @@ class OffloadPool:
         self._slots.flush()
 
     def close(self) -> None:
-        """Wait for what is on its way, and give the tier's room back. What is not live is lost."""
+        """Close the pool: wait for what is on its way, and free the tier's room. What is not live is lost."""
         for transfer in self._transfers.values():
             transfer.close()
         self._slots.close()
@@ -281,7 +281,7 @@ class OffloadPool:
 
     @property
     def num_bytes(self) -> dict[Tier, int]:
-        """Bytes held by tier: on the device what always stays there and the staging buffers."""
+        """Bytes that the pool holds by tier: on the device what always stays there and the staging buffers."""
         fixed = [item for item in self._layer_groups.values() if item.resident]
         held: dict[Tier, int] = {"device": sum(t.nbytes for item in fixed for t in item.tensors.values())}
         held |= {"host": 0, "disk": 0}
@@ -294,7 +294,8 @@ class OffloadPool:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that went to and from the tiers since the pool was sealed, and the seconds spent waiting for them."""
+        """Traffic of the pool: bytes that went to and from the tiers since it was sealed, and the seconds spent waiting
+        for them."""
         parts = [transfer.traffic for transfer in self._transfers.values()]
         read, written = sum(part.read_bytes for part in parts), sum(part.written_bytes for part in parts)
         return Traffic(read, written, self._slots.wait_s)
@@ -302,17 +303,17 @@ class OffloadPool:
     # ---- moving ----
 
     def tier_of(self, slice_id: Hashable) -> Tier:
-        """The tier in which a layer group is stored."""
+        """The tier in which the pool stores a layer group."""
         return self._layer_groups[slice_id].tier
 
     @property
     def is_offloaded(self) -> bool:
-        """True where any layer group is stored off the device."""
+        """True where the pool stores any layer group off the device."""
         return any(not item.resident for item in self._layer_groups.values())
 
     @torch.no_grad()
     def move(self, slice_id: Hashable, tier: Tier) -> None:
-        """Give a layer group another home. It is in memory twice while it moves, nothing else is.
+        """Move a layer group of the pool to another home. It is in memory twice while it moves, nothing else is.
 
         Args:
             slice_id: not live.

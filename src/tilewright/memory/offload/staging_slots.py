@@ -51,7 +51,7 @@ class StagingBuffers:
         self.slots = [StagingBuffer(transfer.make_buffer(num_bytes)) for _ in range(count)]
 
     def drop(self) -> None:
-        """`close`, after what is on its way."""
+        """Drop the staging buffers: `close`, after what is on its way."""
         for slot in self.slots:
             self.wait_for(slot.loading)
             self.wait_for(slot.saving)
@@ -64,15 +64,15 @@ class StagingBuffers:
         self.slots = []
 
     def prefetch(self, key: Hashable, transfer: Transfer) -> bool:
-        """Start bringing a layer group in. False where no buffer is free for it."""
+        """Prefetch into a staging buffer: start bringing a layer group in. False where no buffer is free for it."""
         slot = self._of(key) or next((slot for slot in self.slots if not slot.wanted), None)
         if slot is not None:
             self._start(slot, key, transfer)
         return slot is not None
 
     def fetch(self, key: Hashable, transfer: Transfer) -> Tensor:
-        """The bytes of a layer group on the device. Takes the buffer of one that was prefetched and not used where no
-        other is free."""
+        """Fetch into a staging buffer: the bytes of a layer group on the device. Takes the buffer of one that was
+        prefetched and not used where no other is free."""
         if not self.prefetch(key, transfer):
             unused = next((slot for slot in self.slots if not slot.live), None)
             if unused is None:
@@ -91,7 +91,7 @@ class StagingBuffers:
         return slot.buffer.live
 
     def release(self, key: Hashable, *, changed: bool) -> None:
-        """A layer group that was fetched is not used any more; `changed` writes it back."""
+        """Release a staging buffer: a layer group that was fetched is not used any more; `changed` writes it back."""
         slot = self._of(key)
         assert slot, "a live layer group has a buffer"
         assert slot.transfer, "and came from a tier"
@@ -103,7 +103,8 @@ class StagingBuffers:
             slot.saving = self._saves[key] = slot.transfer.save(key, slot.buffer, slot.mark)
 
     def read(self, key: Hashable, transfer: Transfer, num_bytes: int) -> Tensor:
-        """The bytes of a layer group as they are now: a buffer's own on the device, else a copy on the host."""
+        """Read a staging buffer: the bytes of a layer group as they are now: a buffer's own on the device, else a copy
+        on the host."""
         slot = self._of(key)
         if slot is not None:
             self.wait_for(slot.loading)
@@ -114,12 +115,12 @@ class StagingBuffers:
         return flat
 
     def flush(self) -> None:
-        """Wait until everything that was released is in its tier."""
+        """Flush the staging buffers: wait until everything that was released is in its tier."""
         for slot in self.slots:
             self.wait_for(slot.saving)
 
     def wait_for(self, future: Future[None] | None) -> None:
-        """Wait until a transfer is done; its error is raised."""
+        """Wait for a staging buffer until a transfer is done; its error is raised."""
         if future is None:
             return
         started = time.perf_counter()
@@ -132,7 +133,7 @@ class StagingBuffers:
         return next((slot for slot in self.slots if slot.holds == key), None)
 
     def _start(self, slot: StagingBuffer, key: Hashable, transfer: Transfer) -> None:
-        """Load a layer group into a buffer, unless it is there."""
+        """Start to fill a staging buffer: load a layer group into it, unless it is there."""
         slot.wanted = True
         if slot.holds == key:
             return

@@ -33,7 +33,7 @@ class Buffer:
     bounce: Tensor | None = None
 
     def close(self) -> None:
-        """Give the host memory back; nothing may be copying to or from it any more."""
+        """Close a transfer's buffer: free the host memory; nothing may be copying to or from it any more."""
         if self.bounce is not None:
             unpin(self.bounce, self.live.device)
 
@@ -53,17 +53,18 @@ class Transfer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
 
     def make_buffer(self, num_bytes: int) -> Buffer:
-        """A staging buffer of exactly this size."""
+        """Make a staging buffer for transfers of exactly this size."""
         return Buffer(torch.empty(num_bytes, dtype=torch.uint8))
 
     def mark(self) -> torch.cuda.Event | None:
-        """The work that the device was given so far; what reads or writes a buffer afterwards has to wait for it."""
+        """Mark the work before a transfer that the device was given so far; what reads or writes a buffer afterwards
+        has to wait for it."""
         return None
 
     def load(
         self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None, after: Sequence[Future[None]]
     ) -> Future[None]:
-        """Fill a staging buffer's first bytes from a store's room, in the background.
+        """Transfer to the device: fill a staging buffer's first bytes from a store's room, in the background.
 
         Args:
             mark: of the work that last used the buffer.
@@ -73,16 +74,18 @@ class Transfer:
         return self._reader.submit(self._load_after, key, buffer, mark, tuple(after))
 
     def save(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
-        """Write a staging buffer to a store's room in the background. It must not change before the future is done."""
+        """Transfer from the device: write a staging buffer to a store's room in the background. It must not change
+        before the future is done."""
         self.traffic.written_bytes += self.store.sizes[key]
         return self._writer.submit(self._save_or_note, key, buffer, mark)
 
     def read(self, key: Hashable, host_bytes: Tensor) -> Future[None]:
-        """Copy a room into host memory, after the loads ordered so far."""
+        """Transfer to the host: copy a room into its memory, after the loads ordered so far."""
         return self._reader.submit(self._read, key, host_bytes)
 
     def close(self) -> None:
-        """Wait for background copies under way, and end the threads. What failed stays in its future."""
+        """Close the transfers: wait for background copies under way, and end the threads. What failed stays in its
+        future."""
         self._reader.shutdown()
         self._writer.shutdown()
 
@@ -106,7 +109,8 @@ class Transfer:
             raise
 
     def _check_no_failure(self) -> None:
-        """Once something could not be written, the store is not what it should be, and nothing is taken from it."""
+        """Check that no transfer failed: once something could not be written, the store is not what it should be, and
+        nothing is taken from it."""
         if self._failure is not None:
             raise self._failure
 
@@ -126,12 +130,12 @@ class CudaTransfer(Transfer):
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def make_buffer(self, num_bytes: int) -> Buffer:
-        """A staging buffer for background copies: see `Transfer`."""
+        """A staging buffer for CUDA transfers: see `Transfer`."""
         live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return Buffer(live, None if self.store.in_memory else pinned_empty(num_bytes, self.device))
 
     def mark(self) -> torch.cuda.Event | None:
-        """The work that the device was given so far: see `Transfer`."""
+        """Mark the work before a CUDA transfer: see `Transfer`."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -149,7 +153,8 @@ class CudaTransfer(Transfer):
             self.store.write(key, [host])
 
     def _host_bytes(self, key: Hashable, buffer: Buffer) -> Tensor:
-        """Page-locked memory at this end of the link: the store itself, or what is before the disk."""
+        """Host bytes of a CUDA transfer: page-locked memory at this end of the link: the store itself, or what is
+        before the disk."""
         if self.store.in_memory:
             return self.store.view(key)
         assert buffer.bounce is not None, "a buffer for a disk has a middle"

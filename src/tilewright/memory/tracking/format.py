@@ -12,7 +12,7 @@ _MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator:
 
 
 def phase_table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """A table of bytes: a line an owner that has some, a column a phase, the sums last.
+    """Bytes by owner and phase formatted as a table: a line an owner that has some, a column a phase, the sums last.
 
     Example:
         >>> print("\\n".join(phase_table({"forward": {"parameters": 2**30}, "update": {"parameters": 2**30}})))

@@ -65,8 +65,8 @@ class _ResidentSet:
         return live, max(0, min(info.fordblks, self._anonymous() - self._not_mallocs - live))
 
     def _anonymous(self) -> int:
-        """Bytes of the resident set that no file has. Of what malloc counts as free only those take memory: pages that
-        were returned to the system are free blocks still."""
+        """Anonymous bytes of the process's resident set, that no file has. Of what malloc counts as free only those
+        take memory: pages that were returned to the system are free blocks still."""
         info = self._process.memory_info()
         return info.rss - getattr(info, "shared", 0)
 
@@ -85,7 +85,7 @@ class HighWaterMark(_ResidentSet):
 
     @staticmethod
     def why_not() -> str | None:
-        """None where the mark can be read and reset, else the reason."""
+        """Why the process's high-water mark of memory cannot be read or reset; None where it can."""
         if not _STATUS.exists():
             return "no /proc/self/status"
         try:
@@ -105,7 +105,7 @@ class HighWaterMark(_ResidentSet):
         _CLEAR_REFS.write_text("5")
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Close the high-water mark of the process's memory: nothing to end."""
 
 
 class Sampler(_ResidentSet):
@@ -132,7 +132,7 @@ class Sampler(_ResidentSet):
         self._peak = self.current()
 
     def close(self) -> None:
-        """End the thread."""
+        """Close the sampler of the process's memory: end the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -150,7 +150,7 @@ class CudaAllocator:
         return torch.cuda.memory_allocated(self._device)
 
     def live_and_kept(self) -> tuple[int, int]:
-        """Cached free blocks are not in `current`."""
+        """Live and kept bytes of the process by CUDA's allocator. Cached free blocks are not in `current`."""
         return self.current(), 0
 
     def peak(self) -> int:
@@ -160,15 +160,16 @@ class CudaAllocator:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def reserved(self) -> int:
-        """Bytes the allocator holds from the driver, free blocks included."""
+        """Reserved bytes of the process by CUDA's allocator, held from the driver, free blocks included."""
         return torch.cuda.memory_reserved(self._device)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Close the probe of CUDA's allocator of the process: nothing to end."""
 
 
 def make_probe(device: torch.device) -> MemoryProbe:
-    """The best probe for the device: the allocator on CUDA, else the high-water mark, else the sampler."""
+    """Make a probe of the process's memory, the best for the device: the allocator on CUDA, else the high-water mark,
+    else the sampler."""
     if device.type == "cuda":
         return CudaAllocator(device)
     return HighWaterMark() if os.name == "posix" and HighWaterMark.why_not() is None else Sampler()

@@ -16,7 +16,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def owner_bytes(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device_type: str) -> dict[str, int]:
-    """Bytes on `device_type` by owner: parameters, optimizer, gradients, buffers.
+    """Tensors' bytes on `device_type` by owner: parameters, optimizer, gradients, buffers.
 
     A storage shared by several tensors (tied embeddings, views) counts once, for the first owner in that order.
     Of a DTensor the local part counts.
@@ -53,7 +53,8 @@ def _new_storage_bytes(tensor: Tensor, seen: set[int], device_type: str) -> int:
 
 
 def _module_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Buffers, and tensors in the modules' other attributes (parameters come out too and are already seen)."""
+    """Tensors of a module whose bytes are counted: buffers, and those in the modules' other attributes (parameters come
+    out too and are already seen)."""
     for module in model.modules():
         yield from (buffer for buffer in module._buffers.values() if buffer is not None)
         for name, value in vars(module).items():
@@ -62,7 +63,7 @@ def _module_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Tensors inside nested mappings, sequences and dataclasses, modules not entered."""
+    """Tensors whose bytes are counted inside nested mappings, sequences and dataclasses, modules not entered."""
     if isinstance(value, Tensor):
         yield value
     elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, nn.Module, type)):

@@ -54,7 +54,7 @@ class _Moment:
     """Bytes that a sharded model has gathered, and those counted beside the owners' bytes."""
 
     def own(self, owner: str, owned: int) -> int:
-        """Bytes of an owner where no keeper reports them: gradients come and go."""
+        """Bytes that the tracker counts for an owner where no keeper reports them: gradients come and go."""
         return self.gradients if owner == "gradients" else owned
 
 
@@ -67,8 +67,8 @@ class _Stretch:
     after: _Moment
 
     def most(self, owner: str, owned: int) -> int:
-        """The larger of what an owner has before and after: as its keepers report it, else `owned`; and what is put
-        together of it then."""
+        """In the tracker's stretch, the larger of what an owner has before and after: as its keepers report it, else
+        `owned`; and what is put together of it then."""
         told = owner in self.before.reported or owner in self.after.reported
         moments = (self.before, self.after)
         return max((m.reported.get(owner, 0) if told else m.own(owner, owned)) + m.whole.get(owner, 0) for m in moments)
@@ -86,7 +86,7 @@ class _Window:
 
 
 def step_peak(phases: Mapping[str, int]) -> int:
-    """Highest of the peaks by phase that belongs to a training step."""
+    """The step's peak by the tracker: highest of those by phase that belongs to a training step."""
     return max((phases[name] for name in STEP_PHASES if name in phases), default=0)
 
 
@@ -119,11 +119,12 @@ class MemoryTracker:
 
     @property
     def method(self) -> str:
-        """Name of the probe: vm_hwm, sampler or torch.cuda."""
+        """Method of the memory tracker: the probe's name: vm_hwm, sampler or torch.cuda."""
         return self._probe.name
 
     def watch(self, model: nn.Module, whole: Callable[[], Mapping[str, int]] = dict) -> None:
-        """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken.
+        """Watch a model by the memory tracker: count its gradients at the boundaries of phases, as they may be gone
+        when a snapshot is taken.
 
         Args:
             model: of the run.
@@ -133,7 +134,8 @@ class MemoryTracker:
         self._params, self._gradient_bytes, self._whole = list(model.parameters()), {}, whole
 
     def register_owner(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
-        """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
+        """Register an owner with the memory tracker: ask this keeper for an owner's bytes by tier, instead of looking
+        into model and optimizer.
 
         It is asked at every boundary, so it must be quick. Several keepers of one owner add up. On the CPU, device and
         host are the same memory. What is in other tiers is in the snapshot's `tiers`; where a keeper tells nothing
@@ -148,8 +150,8 @@ class MemoryTracker:
         self._keepers.append((owner, num_bytes))
 
     def count_beside(self, num_bytes: Callable[[], Mapping[str, int]]) -> None:
-        """Count what no owner sees on top of each owner's bytes: weight gradients that wait
-        (`ops.base.weight_gradient_queue`).
+        """Count beside the memory tracker's owners what none sees on top of each owner's bytes: weight gradients that
+        wait (`ops.base.weight_gradient_queue`).
 
         Args:
             num_bytes: bytes on the device by owner, now. Asked at every boundary, so it must be quick.
@@ -158,7 +160,8 @@ class MemoryTracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Credit the peak inside the block to a phase: load, forward, backward, update, or a name of your own.
+        """A phase of the memory tracker: credit the peak inside the block to a phase: load, forward, backward, update,
+        or a name of your own.
 
         Phases nest: an inner block's peak is the inner phase's alone.
         """
@@ -178,7 +181,8 @@ class MemoryTracker:
                 self._window.activations = max(self._window.activations, kept)
 
     def _credit(self) -> None:
-        """Give the peak since the last boundary to the phase that ran, and start the next stretch."""
+        """Credit by the memory tracker: give the peak since the last boundary to the phase that ran, and start the next
+        stretch."""
         name, peak, now = self._running[-1], self._probe.peak(), self._moment()
         known = self._window.phases.get(name)
         if known is None or peak > known.peak:
@@ -189,13 +193,14 @@ class MemoryTracker:
         self._probe.reset_peak()
 
     def take_peaks(self) -> dict[str, int]:
-        """Peak bytes by phase since the last call, for who looks at every step; the snapshot's window continues."""
+        """The memory tracker's peak bytes by phase since the last call, for who looks at every step; the snapshot's
+        window continues."""
         self._credit()
         peaks, self._recent = self._recent, {}
         return peaks
 
     def take_step_peak(self) -> int:
-        """Highest peak in bytes of a step's phases since the last call."""
+        """The memory tracker's highest peak in bytes of a step's phases since the last call."""
         self._credit()
         peak, self._step_peak = self._step_peak, 0
         return peak
@@ -212,14 +217,15 @@ class MemoryTracker:
         return _Moment(*self._probe.live_and_kept(), self._gradients(), reported, self._on_top())
 
     def _on_top(self) -> Mapping[str, int]:
-        """Bytes that a sharded model has gathered, and those counted beside them."""
+        """On top of the memory tracker's owners: bytes that a sharded model has gathered, and those counted beside
+        them."""
         total = Counter(self._whole())
         for num_bytes in self._beside:
             total.update(num_bytes())
         return total
 
     def _gradients(self) -> int:
-        """Bytes of the gradients that are there now."""
+        """The memory tracker's bytes of the gradients that are there now."""
         known, total = self._gradient_bytes, 0
         for param in self._params:
             if param.grad is not None:
@@ -230,7 +236,7 @@ class MemoryTracker:
         return total
 
     def snapshot(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Measurements since the last snapshot; starts the next window.
+        """The memory tracker's snapshot: measurements since the last one; starts the next window.
 
         Returns:
             `owners`: bytes by owner at the peak (they sum to `peak_bytes`).
@@ -265,12 +271,12 @@ class MemoryTracker:
         return result
 
     def close(self) -> None:
-        """End the sampler's thread where there is one."""
+        """Close the memory tracker: end the sampler's thread where there is one."""
         self._probe.close()
 
 
 def _split(phase: str, stretch: _Stretch, owned: Mapping[str, int], window: _Window) -> dict[str, int]:
-    """The peak of a phase by owner; nothing negative, and the parts sum to the peak."""
+    """Split the tracker's peak of a phase by owner; nothing negative, and the parts sum to the peak."""
     wanted = dict(owned)
     if phase == "load":  # states are made by the first update
         wanted["optimizer"] = 0
@@ -319,9 +325,9 @@ class FreeHeap:
         """Steps for which nothing is returned: that did not help."""
 
     def after_step(self, step: DueStep, *_: object) -> None:
-        """Return free pages where a line follows the step (else they pile up over hundreds of steps), or where the next
-        step would take more than planned, if it grows as this one has. One that takes more right after they were
-        returned needs it: nothing is returned for `PATIENCE` steps then.
+        """The tracker of free pages after a step: return them where a line follows the step (else they pile up over
+        hundreds of steps), or where the next step would take more than planned, if it grows as this one has. One that
+        takes more right after they were returned needs it: nothing is returned for `PATIENCE` steps then.
 
         Args:
             step: says whether a line is due.
@@ -344,7 +350,7 @@ class FreeHeap:
             self._wait = PATIENCE
 
     def give_back(self) -> None:
-        """Return free pages now."""
+        """Return free pages now, beside the memory tracker."""
         if self._on_cpu:
             self._trim()
             self._peak = 0

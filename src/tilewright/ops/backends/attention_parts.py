@@ -15,7 +15,7 @@ _NARROW_BLOCK = 64
 
 
 def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """Values as wide as queries and keys, zeros behind them."""
+    """Padded values for attention: as wide as queries and keys, zeros behind them."""
     pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
     if pad < 0:
         raise AssertionError("values wider than keys are not used by any model here")
@@ -23,17 +23,17 @@ def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
 
 
 def expand(x_BKSD: Tensor, group: int) -> Tensor:
-    """[B, H, S, D]: each key head so many times."""
+    """Expand key heads for attention, each so many times: [B, H, S, D]."""
     return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
 
 
 def added_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to the scores."""
+    """A mask for attention that is added to the scores."""
     return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, float("-inf"))
 
 
 def first_key(position: int, window: int) -> int:
-    """The first key that a position may see.
+    """The first key that a position may see in attention.
 
     Example:
         >>> first_key(9, window=0), first_key(9, window=4), first_key(2, window=4)
@@ -43,7 +43,8 @@ def first_key(position: int, window: int) -> int:
 
 
 def first_keys(segments_BS: Tensor | None, num_positions: int, window: int = 0) -> Tensor | None:
-    """The first key that each position may see, [1 or B, S] int32, never falling; None: the first of all.
+    """The first keys for attention that each position may see, [1 or B, S] int32, never falling; None: the first of
+    all.
 
     Example:
         >>> first_keys(torch.tensor([[4, 4, 4, 7, 7]]), 5, window=2)
@@ -61,7 +62,8 @@ def first_keys(segments_BS: Tensor | None, num_positions: int, window: int = 0) 
 
 
 def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device, window: int = 0) -> Tensor:
-    """Rows start..end of `allowed_pairs`, columns from the first key that one of them may see: [1 or B, 1, R, E]."""
+    """A block of attention's mask: rows start..end of `allowed_pairs`, columns from the first key that one of them may
+    see: [1 or B, 1, R, E]."""
     first = first_key(start, window)
     row_R1, key_E = torch.arange(start, end, device=device)[:, None], torch.arange(first, end, device=device)
     allowed_RE = row_R1 >= key_E
@@ -74,15 +76,16 @@ def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torc
 
 
 def block_rows(block: int, window: int) -> int:
-    """Query rows at a time where attention goes by blocks: as asked for, or so many that a block of a narrow window
-    reads few keys which its last row does not see."""
+    """Rows of a block of attention: query rows at a time where it goes by blocks: as asked for, or so many that a block
+    of a narrow window reads few keys which its last row does not see."""
     return block or (min(QUERY_BLOCK, max(_NARROW_BLOCK, window)) if window else QUERY_BLOCK)
 
 
 def query_blocks(
     length: int, segments_BS: Tensor | None, block: int, window: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """Query rows, the keys that they may see, whether the kernel masks the future, and else the mask to add; on CPUs.
+    """Blocks of queries for attention: query rows, the keys that they may see, whether the kernel masks the future, and
+    else the mask to add; on CPUs.
 
     One block with the kernel's own mask where nothing else is asked for.
     """

@@ -25,7 +25,7 @@ KEPT = 96
 
 
 def in_blocks(loop: Callable[..., Tensor | None]) -> Callable[..., Any]:
-    """`loop`, compiled.
+    """A loop over rows, compiled, in blocks.
 
     Args:
         loop: of tensors [C, ...], the first of which is [C, V]; each row for itself. It returns a tensor [C, ...], or
@@ -48,7 +48,8 @@ def in_blocks(loop: Callable[..., Tensor | None]) -> Callable[..., Any]:
 
 
 def blocks_of(num_rows: int) -> Iterator[tuple[int, int]]:
-    """First row and end of each block; only the last one may have another size than `BLOCKS` has, and is smaller."""
+    """Blocks of rows for a compiled loop: first row and end of each; only the last one may have another size than
+    `BLOCKS` has, and is smaller."""
     start = 0
     for size in BLOCKS:
         while num_rows - start >= size:
@@ -73,7 +74,7 @@ def _of_block(loop: Callable[..., Tensor | None], block: list[Tensor]) -> Tensor
 
 @functools.lru_cache(maxsize=KEPT)
 def _compiled(loop: FunctionType, tensors: tuple[Any, ...]) -> Callable[..., Tensor | None]:
-    """The loop compiled for tensors of these shapes, dtypes and devices.
+    """The loop over rows compiled for tensors of these shapes, dtypes and devices.
 
     torch counts compilations by code object, for all that share one: so each has its own. `fullgraph` makes an error of
     what would run uncompiled.

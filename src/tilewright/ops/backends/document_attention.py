@@ -25,7 +25,7 @@ from tilewright.ops.base.documents import Documents
 def attention(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents, scale: float | None = None, window: int = 0
 ) -> Tensor:
-    """Attention: see `ops.attention`. Padding, of segment -1, gives zeros.
+    """Attention document by document on a CPU: see `ops.attention`. Padding, of segment -1, gives zeros.
 
     Args:
         q_BHSD, k_BKSD, v_BKSD: on the CPU.
@@ -56,7 +56,8 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, starts: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32, or FP64."""
+    """Forward of attention by documents: result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32, or
+    FP64."""
     out, lse = _heads_inside(q).zero_(), q.new_zeros(q.shape[:3], dtype=_high(q))
     group = q.shape[1] // k.shape[1]
     for row, here in _documents(segments, starts):
@@ -106,7 +107,7 @@ def _(q, k, v, segments, starts, out, lse, dout, scale, window):
 
 
 def _documents(segments_BS: Tensor, starts_N1: Tensor) -> Iterator[tuple[int, slice]]:
-    """Row and positions of each document; not of padding."""
+    """Documents for attention: row and positions of each; not of padding."""
     length = segments_BS.shape[1]
     kept = (segments_BS.flatten()[starts_N1[:-1].long()] >= 0).tolist()
     bounds = starts_N1.tolist()
@@ -117,7 +118,7 @@ def _documents(segments_BS: Tensor, starts_N1: Tensor) -> Iterator[tuple[int, sl
 
 
 def _taken(x_BHSD: Tensor, row: int, here: slice) -> Tensor:
-    """[1, H, L, D] of one document."""
+    """Tensors taken of one document for attention: [1, H, L, D]."""
     part = x_BHSD[row : row + 1, :, here]
     return part.to(_high(part))
 
@@ -127,6 +128,7 @@ def _high(x: Tensor) -> torch.dtype:
 
 
 def _heads_inside(x_BHSD: Tensor) -> Tensor:
-    """An empty tensor of the same shape, [B, S, H, D] in memory: what the projections beside attention take."""
+    """An empty result for attention by documents of the same shape, [B, S, H, D] in memory: what the projections beside
+    it take."""
     batch, heads, positions, width = x_BHSD.shape
     return x_BHSD.new_empty((batch, positions, heads, width)).transpose(1, 2)

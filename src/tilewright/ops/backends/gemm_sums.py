@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.library.custom_op("tilewright::add_product_", mutates_args=("sum_VD",))
 def add_product_(sum_VD: Tensor, part_CV: Tensor, x_CD: Tensor) -> None:
-    """sum += part^T x.
+    """Add to sums of a GEMM on CUDA: sum += part^T x.
 
     Args:
         sum_VD: in FP32, or in the operands' dtype.

@@ -42,7 +42,7 @@ def attention(
     rate_BHS: Tensor,
     segments_BS: Tensor | None = None,
 ) -> Tensor:
-    """Linear attention: see `ops.attention`."""
+    """Linear attention by chunks: see `ops.attention`."""
     return _Attention.apply(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_BS)
 
 
@@ -90,7 +90,7 @@ def _(q, k, v, decay, rate, segments, dout):
 
 
 def _pieces(q_BHSD: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads that are computed together: whole rows, or heads of one."""
+    """Pieces of linear attention: rows and heads that are computed together: whole rows, or heads of one."""
     rows, heads, length, width = q_BHSD.shape
     floats = length * (_LIKE_OPERANDS * width + _LIKE_PAIRS * min(CHUNK, length))
     bound = PIECE_BYTES.get(q_BHSD.device.type, _ELSEWHERE)
@@ -168,8 +168,8 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, segmen
 
 
 def _documents(segments_BS: Tensor | None, size: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which pairs of a chunk's positions see each other [1 or B, 1, 1 or N, C, C], and which positions see what was
-    before the chunk [1 or B, 1, 1 or N, C]."""
+    """Documents in linear attention: which pairs of a chunk's positions see each other [1 or B, 1, 1 or N, C, C], and
+    which positions see what was before the chunk [1 or B, 1, 1 or N, C]."""
     lower_CC = torch.ones(size, size, dtype=torch.bool, device=device).tril()
     if segments_BS is None:
         return lower_CC, lower_CC[:, 0]
@@ -181,7 +181,7 @@ def _documents(segments_BS: Tensor | None, size: int, length: int, device: torch
 
 
 def _split(x_BHSD: Tensor, size: int) -> Tensor:
-    """[B, H, N, C, D], zeros behind the last position."""
+    """Split into chunks for linear attention: [B, H, N, C, D], zeros behind the last position."""
     return F.pad(x_BHSD, (0, 0, 0, -x_BHSD.shape[2] % size)).unflatten(2, (-1, size))
 
 
@@ -190,7 +190,7 @@ def _in_rows(x_BHNCD: Tensor, length: int) -> Tensor:
 
 
 def _states(chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state before each chunk [B, H, N, D, D], and behind the last one."""
+    """States of linear attention: before each chunk [B, H, N, D, D], and behind the last one."""
     ends = (chunks.to_end * chunks.k).mT
     erases, adds = ends @ chunks.erased, ends @ chunks.added
     passed = chunks.passed[..., -1:, :]
@@ -206,7 +206,8 @@ def _states(chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, segments: Tensor | None, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """By hand: autograd is off below an operator, and would keep every matrix of every chunk."""
+    """Gradients of linear attention by hand: autograd is off below an operator, and would keep every matrix of every
+    chunk."""
     c = _chunks(q, k, v, decay, rate, segments)
     states, _ = _states(c, None)
     do = _split(dout.to(c.q.dtype), c.q.shape[3])
@@ -234,7 +235,7 @@ def _gradients(
 
 
 def _state_gradients(c: _Chunks, do: Tensor, ends: Tensor) -> Tensor:
-    """Of the state behind each chunk [B, H, N, D, D]."""
+    """Gradients of linear attention's states behind each chunk [B, H, N, D, D]."""
     erases, reads = ends.mT @ c.erased, c.reads.mT @ do
     passed = c.passed[..., -1:, :]
     gradient, found = torch.zeros_like(reads[:, :, 0]), []
@@ -247,7 +248,7 @@ def _state_gradients(c: _Chunks, do: Tensor, ends: Tensor) -> Tensor:
 def _through_inputs(
     inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of what chunks are made of -> of the projections."""
+    """Gradients of linear attention through its inputs: of what chunks are made of -> of the projections."""
     length = inputs[0].shape[2]
     q, k, v, decay, rate = (x.to(gradients[0].dtype) for x in inputs)
     dq, dk, dv = (_in_rows(x, length) for x in gradients[:3])
@@ -263,7 +264,7 @@ def _silu_slope(x: Tensor) -> Tensor:
 
 
 def _unit_gradient(x: Tensor, dunit: Tensor) -> Tensor:
-    """Through `unit`."""
+    """Gradient of linear attention through `unit`."""
     active = F.silu(x)
     inverse = torch.rsqrt(active.square().sum(-1, keepdim=True) + EPS)
     direction = active * inverse
@@ -271,6 +272,7 @@ def _unit_gradient(x: Tensor, dunit: Tensor) -> Tensor:
 
 
 def _heads_inside(x_BHSD: Tensor) -> Tensor:
-    """An empty tensor of the same shape, [B, S, H, D] in memory: what the projections beside attention take."""
+    """An empty result for linear attention of the same shape, [B, S, H, D] in memory: what the projections beside it
+    take."""
     batch, heads, positions, width = x_BHSD.shape
     return x_BHSD.new_empty((batch, positions, heads, width)).transpose(1, 2)

@@ -21,7 +21,7 @@ class HoldsCodes(nn.Module):
 
     @contextmanager
     def _as_buffers(self) -> Iterator[None]:
-        """Inside, codes are buffers: torch's own code moves, saves and loads them."""
+        """Inside, a module's codes are buffers: torch's own code moves, saves and loads them."""
         for name, attribute in self.code_attributes.items():
             self._buffers[name] = vars(self)[attribute]
             del vars(self)[attribute]

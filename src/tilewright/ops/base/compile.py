@@ -25,7 +25,7 @@ _PARTS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 
 
 def compile_options() -> dict[str, Any]:
-    """Options for `torch.compile` on this machine; empty where it needs none."""
+    """Compile options for `torch.compile` on this machine; empty where it needs none."""
     march = _march()
     return {"cpp.march": march} if march and _takes_march() else {}
 
@@ -44,7 +44,8 @@ def layer_options() -> dict[str, Any]:
 
 @functools.cache
 def rounds_as_eager() -> bool:
-    """True if torch's compiler heeds `layer_options` in CPU code: 2.13 does, 2.11 has the option for GPUs only.
+    """True if torch.compile rounds as eager: it heeds `layer_options` in CPU code: 2.13 does, 2.11 has the option for
+    GPUs only.
 
     Read in its file, as to compile something takes seconds; a test compares this with what compiled code computes.
     """
@@ -96,7 +97,7 @@ def compiles_layers(wanted: str, machine: Machine, *, by_default: bool) -> bool:
 
 
 def _march() -> str | None:
-    """The architecture that the C++ compiler must be told; None where `-march=native` is right."""
+    """The architecture (`-march`) for torch.compile's C++ compiler; None where `-march=native` is right."""
     if "avx512f" in cpu_features(environ={}) - cpu_features():
         return NARROW_MARCH
     return MARCH if miscompiles() else None
@@ -104,13 +105,15 @@ def _march() -> str | None:
 
 @functools.cache
 def miscompiles() -> bool:
-    """True if the C++ compiler is a GCC that tunes AVX-512 code for no processor in particular."""
+    """True if torch.compile's C++ compiler miscompiles: it is a GCC that tunes AVX-512 code for no processor in
+    particular."""
     compiler = find_cxx_compiler()
     return compiler is not None and cpu_features() >= _PARTS and tuning_of(compiler) == "generic"
 
 
 def tuning_of(compiler: str) -> str | None:
-    """The processor that a GCC tunes for under `-march=native`; None where it does not say, as clang does not."""
+    """Tuning of torch.compile's C++: the processor that a GCC tunes for under `-march=native`; None where it does not
+    say, as clang does not."""
     command = [compiler, "-march=native", "-Q", "--help=target"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

@@ -33,7 +33,8 @@ class LinearGemms:
 def deferred_linear(
     gemms: LinearGemms, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None, queue: WeightGradientQueue
 ) -> Tensor:
-    """x W^T + b of `gemms`, whose weight gradient waits where the queue takes it; the same bits where not."""
+    """Deferred linear: x W^T + b of `gemms`, whose weight gradient waits where the queue takes it; the same bits where
+    not."""
     return _DeferredLinear.apply(gemms, queue, x, weight_MK, bias_M)
 
 

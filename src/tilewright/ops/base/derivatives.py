@@ -9,7 +9,7 @@ from torch import Tensor
 def without_second(
     *grads: Tensor | None, of: tuple[Tensor | None, ...], error: Callable[[], Exception]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients as they are, of which no further derivative can be taken.
+    """Gradients as they are, without second derivatives: no further one can be taken.
 
     For the end of a `backward`. Differentiating the result (`create_graph=True`, then `backward`) raises `error()`.
     Compiled code needs none of it: torch.compile refuses second derivatives itself.

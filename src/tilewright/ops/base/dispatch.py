@@ -52,12 +52,12 @@ class Knows:
     what: str
 
     def why_not(self, rest: Callable[[Machine, Case], str | None]) -> Callable[[Machine, Case], str | None]:
-        """The candidate's `why_not`, of which `rest` is about the machine."""
+        """Dispatch's `why_not` of a candidate, of which `rest` is about the machine."""
         return lambda machine, case: rest(machine, case) if case.kind in self.kinds else f"knows {self.what}"
 
     def check(self, kind: str) -> None:
-        """Check the kind of a call for its `run`: an AssertionError in any other kind, where it would have to compute
-        by another's code."""
+        """Dispatch's check of the kind of a call for its `run`: an AssertionError in any other kind, where it would
+        have to compute by another's code."""
         if kind not in self.kinds:
             raise AssertionError(f"called for {kind!r}, and knows {self.what}")
 
@@ -87,11 +87,11 @@ class Op:
 
     @property
     def field(self) -> str:
-        """Name of its field in `[ops]`."""
+        """Name of an operation's field in `[ops]`, for dispatch."""
         return self.setting or self.name
 
     def kinds_on(self, device_type: str) -> tuple[str, ...]:
-        """Kinds of call on a device."""
+        """Kinds of call that dispatch knows on a device."""
         return self.kinds + (self.gpu_kinds if device_type != "cpu" else ())
 
 
@@ -106,19 +106,19 @@ class Choice:
 
 
 def always(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of a candidate that runs everywhere."""
+    """Dispatch's `why_not` of a candidate that runs everywhere."""
     return None
 
 
 def needs_compiler(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of candidates built by torch.compile."""
+    """Dispatch's `why_not` of candidates built by torch.compile."""
     return why_no_compile(machine) if case.device_type == "cpu" else None
 
 
 def choose(
     op: Op, machine: Machine, case: Case, forced: str = "auto", barred: Mapping[str, str] | None = None
 ) -> Choice:
-    """The first candidate that can run `case`, or the forced one.
+    """Choose by dispatch the first candidate that can run `case`, or the forced one.
 
     Args:
         op: the operation.

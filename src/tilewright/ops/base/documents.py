@@ -92,19 +92,19 @@ def document_tensors(segments: Segments) -> dict[str, Tensor]:
 
 
 def documents_from(tensors: Mapping[str, Tensor]) -> Segments:
-    """The documents that were given to `document_tensors`."""
+    """The documents from what was given to `document_tensors`."""
     if "starts" in tensors:
         return Documents(tensors["segments"], tensors["starts"], int(tensors["longest"]))
     return tensors.get("segments")
 
 
 def rows_as_documents(num_rows: int, length: int, device: torch.device) -> tuple[Tensor, int]:
-    """`starts_N1` and `longest` where each row is one document."""
+    """Rows as documents: `starts_N1` and `longest` where each row is one."""
     return torch.arange(num_rows + 1, dtype=torch.int32, device=device) * length, max(length, LEAST)
 
 
 def bound(length: int) -> int:
-    """A length rounded up.
+    """Bound of documents' lengths, rounded up.
 
     Example:
         >>> bound(5), bound(128), bound(129)
@@ -114,5 +114,5 @@ def bound(length: int) -> int:
 
 
 def segments_of(segments: Segments) -> Tensor | None:
-    """[B, S] of documents; None where each row is one."""
+    """Segments [B, S] of documents; None where each row is one."""
     return segments.segments_BS if isinstance(segments, Documents) else segments

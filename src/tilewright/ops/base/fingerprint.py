@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 def fingerprint(x: Tensor) -> int:
-    """XXH3 of the bytes of a contiguous CPU tensor, with its first dimension as the seed: a signed 64-bit number.
+    """Fingerprint of a tensor: XXH3 of the bytes of a contiguous CPU one, with its first dimension as the seed: a
+    signed 64-bit number.
 
     Example:
         >>> x = torch.ones(2, 8)
@@ -27,8 +28,9 @@ def fingerprint(x: Tensor) -> int:
 
 
 def is_held_elsewhere(owner: dict[str, Any], name: str) -> bool:
-    """True if anyone but `owner[name]` can reach the memory of this CPU tensor: holds the tensor, a view or another
-    tensor on its memory, an array of NumPy, or, in another process, its shared memory. Where torch does not say, True.
+    """For a fingerprint that is kept, true if anyone but `owner[name]` can reach the memory of this CPU tensor: holds
+    the tensor, a view or another tensor on its memory, an array of NumPy, or, in another process, its shared memory.
+    Where torch does not say, True.
 
     Not seen is a bare address.
 
@@ -44,7 +46,8 @@ def is_held_elsewhere(owner: dict[str, Any], name: str) -> bool:
 
 
 def _holders(owner: dict[str, Any], name: str) -> tuple[int, int, int]:
-    """References to the Python object, to torch's tensor, and to its memory, these calls' own among them."""
+    """Holders of a fingerprinted tensor: references to the Python object, to torch's tensor, and to its memory, these
+    calls' own among them."""
     storage = torch._C._storage_Use_Count(owner[name].untyped_storage()._cdata)
     return sys.getrefcount(owner[name]), owner[name]._use_count(), storage
 

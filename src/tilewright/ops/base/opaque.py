@@ -19,13 +19,15 @@ def _uncompiled(function: F) -> F:
 
 @_uncompiled
 def eager(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(*args, **kwargs)`, run uncompiled each time: for shapes that depend on the data."""
+    """Eager and opaque to the compiler: `function(*args, **kwargs)`, run uncompiled each time: for shapes that depend
+    on the data."""
     return function(*args, **kwargs)
 
 
 @torch.compiler.assume_constant_result
 def constant(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(*args, **kwargs)`, called once per graph; its result is a constant of the graph.
+    """Constant and opaque to the compiler: `function(*args, **kwargs)`, called once per graph; its result is a constant
+    of the graph.
 
     Args:
         function: a plain Python function.

@@ -47,37 +47,37 @@ class TensorPart:
 
     @staticmethod
     def of_rows(shape: Sequence[int], rows: range) -> "TensorPart":
-        """Some whole rows of a tensor."""
+        """A part of a tensor: some whole rows."""
         return TensorPart(tuple(shape), (0,) * len(shape), tuple(shape)).some_rows(rows)
 
     def some_rows(self, rows: range) -> "TensorPart":
-        """The block of some of this block's rows."""
+        """A part of a tensor's part: the block of some of this block's rows."""
         return TensorPart(self.shape, (self.starts[0] + rows.start, *self.starts[1:]), (len(rows), *self.sizes[1:]))
 
     @property
     def rows(self) -> range:
-        """The whole tensor's indices along the first dim that this block covers."""
+        """Rows of a tensor's part: the whole tensor's indices along the first dim that this block covers."""
         return range(self.starts[0], self.starts[0] + self.sizes[0])
 
     @property
     def is_rows(self) -> bool:
-        """True if its rows are whole."""
+        """True if a tensor's part is rows: they are whole."""
         return self.sizes[1:] == self.shape[1:]
 
     @property
     def first_element(self) -> int:
-        """Elements of the whole tensor before its first one."""
+        """First element of a tensor's part: elements of the whole tensor before it."""
         return sum(start * prod(self.shape[dim + 1 :]) for dim, start in enumerate(self.starts))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices that cut it out of the whole tensor."""
+        """Slices that cut a part out of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
 
 def rows_of(rows: int, count: int, number: int) -> range:
-    """Rows of one of `count` parts, as `Shard(0)` has them: the last have fewer, or none, where they do not come out
-    even.
+    """Rows of a tensor's part, one of `count` parts, as `Shard(0)` has them: the last have fewer, or none, where they
+    do not come out even.
 
     Example:
         >>> [rows_of(5, 4, number) for number in range(4)]
@@ -148,7 +148,7 @@ def _wide_leaf(param: DTensor) -> Tensor:
 
 @torch.no_grad()
 def _add_gradient(param: DTensor, leaf: Tensor) -> None:
-    """The gradient of a part to that of its parameter."""
+    """Add the gradient of a tensor's part to that of its parameter."""
     grad, leaf.grad = leaf.grad, None
     if grad is None:
         return  # it waits: `weight_gradient_queue` adds it to the parameter's itself
@@ -172,7 +172,7 @@ def parameter_of(weight: Tensor) -> nn.Parameter | None:
 
 
 def place_of(name: str, tensor: Tensor) -> Place:
-    """The place of this rank's part. Ranks whose parts have the same place hold the same part.
+    """The place of this rank's part of a tensor. Ranks whose parts have the same place hold the same part.
 
     Raises:
         ConfigError: see `part_of`.
@@ -181,7 +181,7 @@ def place_of(name: str, tensor: Tensor) -> Place:
 
 
 def holds_rows(tensor: Tensor) -> bool:
-    """True if each rank holds one range of whole rows, or all of them."""
+    """True if parts of a tensor are rows: each rank holds one range of whole rows, or all of them."""
     if not isinstance(tensor, DTensor):
         return True
     cuts = _cuts(tensor.device_mesh, tensor.placements)
@@ -199,13 +199,14 @@ def columns_cut(tensor: Tensor) -> int | None:
 
 
 def num_cuts(tensor: Tensor) -> int:
-    """Axes of the mesh along which ranks hold other parts."""
+    """Cuts of a tensor: axes of the mesh along which ranks hold other parts."""
     return sum(map(len, _cuts(tensor.device_mesh, tensor.placements).values())) if isinstance(tensor, DTensor) else 0
 
 
 def numbering(tensor: Tensor) -> tuple[int, int]:
-    """How this rank's elements are numbered in the whole tensor: how many elements come before the first, and how many
-    between two rows. Zeros where it holds no block of rows and columns: nothing is rounded then (`optim.validate`)."""
+    """Numbering of a tensor's part: how this rank's elements are numbered in the whole one: how many come before the
+    first, and how many between two rows. Zeros where it holds no block of rows and columns: nothing is rounded then
+    (`optim.validate`)."""
     if columns_cut(tensor) is None:
         return 0, 0
     part = part_of(tensor)
@@ -213,7 +214,8 @@ def numbering(tensor: Tensor) -> tuple[int, int]:
 
 
 def zeros_beside(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Zeros with this rank's part of `shape` where `like` is whole or holds rows of as many as it has itself."""
+    """Zeros beside a tensor's part: with this rank's of `shape` where `like` is whole or holds rows of as many as it
+    has itself."""
     if not isinstance(like, DTensor):
         return torch.zeros(shape, dtype=dtype, device=like.device)
     held = local(like.detach())
@@ -223,7 +225,7 @@ def zeros_beside(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tens
 
 
 def sharded_like(part: Tensor, shape: Sequence[int], like: DTensor) -> DTensor:
-    """A tensor of this shape of which this rank holds `part`, sharded like another."""
+    """A tensor's part as a tensor of this shape, of which this rank holds `part`, sharded like another."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -238,7 +240,8 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def beside(value: Tensor, param: Tensor) -> Tensor:
-    """A state on its parameter's device and sharded like it: what is whole is cut, which no rank waits for."""
+    """A state beside a parameter's parts: on its device and sharded like it: what is whole is cut, which no rank waits
+    for."""
     if isinstance(param, DTensor) and not isinstance(value, DTensor):
         part = cut_like(value, param).to(local(param.detach()).device, copy=True, memory_format=torch.contiguous_format)
         return sharded_like(part, value.shape, param)
@@ -246,7 +249,7 @@ def beside(value: Tensor, param: Tensor) -> Tensor:
 
 
 def _cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, list[int]]:
-    """Dims that axes cut, each with the numbers of ranks along them."""
+    """Cuts of a tensor's parts: dims that axes cut, each with the numbers of ranks along them."""
     found: dict[int, list[int]] = {}
     for size, placement in zip(mesh.shape, placements, strict=True):
         if type(placement) is not Replicate and not placement.is_partial():
@@ -256,8 +259,8 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, list[i
 
 
 def _uneven_dim(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
-    """A dim that several axes cut without coming out even. FSDP2 cuts what tensor parallelism has left to each rank:
-    torch's metadata of such parts are wrong (pytorch#168134)."""
+    """A dim of a tensor's parts that several axes cut without coming out even. FSDP2 cuts what tensor parallelism has
+    left to each rank: torch's metadata of such parts are wrong (pytorch#168134)."""
     cuts = _cuts(mesh, placements)
     return next((dim for dim, sizes in cuts.items() if len(sizes) > 1 and shape[dim] % prod(sizes)), None)
 

@@ -63,12 +63,12 @@ class WeightGradientQueue:
     """Address of a storage -> tensors held in it."""
 
     def owned_bytes(self) -> dict[str, int]:
-        """Bytes of what waits, as activations, for `MemoryTracker.count_beside`."""
+        """Bytes of weight gradients in the queue, as activations, for `MemoryTracker.count_beside`."""
         return {"activations": self.num_bytes}
 
     @contextmanager
     def region(self) -> Iterator["WeightGradientQueue"]:
-        """Inside, weight gradients wait. An exception drops them.
+        """Inside, weight gradients wait in the queue. An exception drops them.
 
         Raises:
             ConfigError: some have not been computed at the end.
@@ -91,12 +91,13 @@ class WeightGradientQueue:
         return True
 
     def may_take(self, weight: Tensor) -> bool:
-        """True if the gradient of this weight would wait, if backward were now."""
+        """True if the queue may take the gradient of this weight, which would wait, if backward were now."""
         param = parameter_of(weight)
         return self._open and not self._paused and param is not None and param.is_leaf
 
     def takes(self, weight: Tensor) -> bool:
-        """True if the gradient of this weight is to wait. Asked in backward, where it is wanted; counts."""
+        """True if the queue takes the gradient of this weight, which is to wait. Asked in backward, where it is wanted;
+        counts."""
         wait = self.may_take(weight)
         self.at_once += self._open and not wait
         return wait
@@ -112,14 +113,15 @@ class WeightGradientQueue:
         self._now.append((param, waiting))
 
     def cut(self, micro_batch: int) -> None:
-        """All that waits since the last cut belongs to this micro-batch."""
+        """Cut the queue of weight gradients: all that waits since the last cut belongs to this micro-batch."""
         if micro_batch in self._cut:
             raise AssertionError(f"micro-batch {micro_batch} has been cut and not run")
         self._cut[micro_batch], self._now = self._now, deque()
 
     def run(self, micro_batch: int) -> None:
-        """Compute the weight gradients of a micro-batch that was cut, in the order in which they came, and add each to
-        its parameter's gradient: autograd's own adding, with its dtypes and hooks. What one held is free then."""
+        """Run the queue: compute the weight gradients of a micro-batch that was cut, in the order in which they came,
+        and add each to its parameter's gradient: autograd's own adding, with its dtypes and hooks. What one held is
+        free then."""
         queued = self._cut[micro_batch]
         while queued:
             param, waiting = queued.popleft()
@@ -131,13 +133,14 @@ class WeightGradientQueue:
         del self._cut[micro_batch]
 
     def builder(self) -> Callable[[], None]:
-        """`dw_builder` of `torch.distributed.pipelining.PipelineStage`: cuts, and returns what runs it."""
+        """The queue of weight gradients as `dw_builder` of `torch.distributed.pipelining.PipelineStage`: cuts, and
+        returns what runs it."""
         self._built += 1
         self.cut(-self._built)
         return partial(self.run, -self._built)
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Drop the weight gradients that wait in the queue."""
         self._now.clear()
         self._cut.clear()
         self._refs.clear()
@@ -145,7 +148,8 @@ class WeightGradientQueue:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing waits: for callers that take a layer's gradient themselves (`torch.autograd.grad`)."""
+        """Inside, the queue of weight gradients is paused: for callers that take a layer's gradient themselves
+        (`torch.autograd.grad`)."""
         self._paused += 1
         try:
             yield
@@ -179,7 +183,7 @@ class _Late(torch.autograd.Function):
 
 
 def _of_whole(compute: Callable[[], Tensor], param: DTensor) -> Tensor:
-    """The gradient of this rank's part, as that of the parameter."""
+    """The weight gradient from the queue of this rank's part, as that of the parameter."""
     return sharded_like(compute(), param.shape, param)
 
 
@@ -193,8 +197,8 @@ def _left(number: int, micro_batches: Sequence[int]) -> ConfigError:
 
 
 def queue_now(layer: nn.Module) -> WeightGradientQueue | None:
-    """The queue of a layer, where its call is one of which backward may leave the weight's gradient for later: not in
-    compiled code, in a `torch.func` transform, or without gradients."""
+    """The queue of a layer's weight gradients now, where its call is one of which backward may leave the weight's
+    gradient for later: not in compiled code, in a `torch.func` transform, or without gradients."""
     queue = getattr(layer, "weight_queue", None)
     if queue is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_func_transform():
         return None
@@ -202,7 +206,8 @@ def queue_now(layer: nn.Module) -> WeightGradientQueue | None:
 
 
 def breaks_graph(layer: nn.Module) -> WeightGradientQueue | None:
-    """The queue of a layer that is being compiled, and is to be called by its `eagerly` then."""
+    """The queue of weight gradients breaks a graph: that of a layer that is being compiled, and is to be called by its
+    `eagerly` then."""
     queue = getattr(layer, "weight_queue", None)
     if queue is None or queue.eagerly is None or not torch.is_grad_enabled() or not torch.compiler.is_compiling():
         return None
@@ -210,6 +215,6 @@ def breaks_graph(layer: nn.Module) -> WeightGradientQueue | None:
 
 
 def queues_of(module: nn.Module) -> set[WeightGradientQueue]:
-    """The queues of a module's layers."""
+    """The queues of weight gradients of a module's layers."""
     queues = (getattr(part, "weight_queue", None) for part in module.modules())
     return {queue for queue in queues if queue is not None}

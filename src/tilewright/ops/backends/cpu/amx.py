@@ -12,7 +12,7 @@ from tilewright.ops.base.dispatch import Case
 
 
 def why_not(library: Library, machine: Machine, case: Case) -> str | None:
-    """The `why_not` of candidates in C++ that use tiles. Builds the library where it is not there yet (seconds)."""
+    """The `why_not` of candidates in C++ that use AMX tiles. Builds the library where it is not there yet (seconds)."""
     if case.device_type != "cpu" or case.dtype != torch.bfloat16:
         return "it is for BF16 on CPUs"
     if "amx_bf16" not in machine.cpu_features:
@@ -23,7 +23,8 @@ def why_not(library: Library, machine: Machine, case: Case) -> str | None:
 
 
 def functions(library: Library) -> ctypes.CDLL:
-    """The library's functions, when the system lets this process use tiles; without its leave they end the process.
+    """Functions of the AMX library, when the system lets this process use tiles; without its leave they end the
+    process.
 
     Raises:
         HardwareError: it does not.

@@ -21,12 +21,12 @@ from tilewright.ops.base.dispatch import Case
 
 
 def why_not_amx(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `by_amx`. Builds the library where it is not there yet (seconds)."""
+    """The `why_not` of attention `by_amx` on a CPU. Builds the library where it is not there yet (seconds)."""
     return amx.why_not(AMX_ATTENTION, machine, case)
 
 
 def why_not_avx512(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `by_avx512`. Builds the library where it is not there yet (seconds)."""
+    """The `why_not` of attention `by_avx512` on a CPU. Builds the library where it is not there yet (seconds)."""
     if case.device_type != "cpu" or case.dtype != torch.bfloat16:
         return "it is for BF16 on CPUs"
     if "avx512_bf16" not in machine.cpu_features:
@@ -44,7 +44,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention: see `ops.attention`. It goes by blocks of its own: `block` changes nothing.
+    """Attention on a CPU in C++: see `ops.attention`. It goes by blocks of its own: `block` changes nothing.
 
     Args:
         kernel: "amx" or "avx512".
@@ -65,8 +65,9 @@ by_avx512 = functools.partial(attention, "avx512")
 def masked_attention(
     kernel: str, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention where a mask says what each query sees. Of a mask of documents or windows, where a query sees all keys
-    from a first one up to itself, it is `attention`; any other goes to torch's flash kernel.
+    """Masked attention on a CPU in C++, where a mask says what each query sees. Of a mask of documents or windows,
+    where a query sees all keys from a first one up to itself, it is `attention`; any other goes to torch's flash
+    kernel.
 
     Args:
         kernel: "amx" or "avx512".
@@ -96,7 +97,7 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, window: int, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """Result, and log-sum-exp of the scores in FP32 [B, H, S]."""
+    """Forward of attention on a CPU: result, and log-sum-exp of the scores in FP32 [B, H, S]."""
     q, k, v = (_rows(x) for x in (q, k, v))
     out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     function = _functions(kernel).tw_attention
@@ -143,7 +144,8 @@ class _MaskedAttention(torch.autograd.Function):
 def _masked_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Result, log-sum-exp, and the first keys [1 or B, S]; -1 is the first of them where the mask is another one."""
+    """Forward of masked attention on a CPU: result, log-sum-exp, and the first keys [1 or B, S]; -1 is the first of
+    them where the mask is another one."""
     first = _first_of(mask)
     if first is not None:
         q, k, v = (_rows(x) for x in (q, k, v))
@@ -193,7 +195,8 @@ def _no_first(mask: Tensor) -> Tensor:
 
 
 def _first_of(mask: Tensor) -> Tensor | None:
-    """The first key that each query sees, if it sees all from there up to itself; else None."""
+    """First key of a mask for attention on a CPU: that each query sees, if it sees all from there up to itself; else
+    None."""
     if mask.shape[1] != 1:
         return None
     seen, place = mask[:, 0], torch.arange(mask.shape[2], dtype=torch.int32)
@@ -213,7 +216,8 @@ def _rows(x_BHSD: Tensor) -> Tensor:
 
 
 def _heads_inside(x_BHSD: Tensor) -> Tensor:
-    """An empty tensor of the same shape, [B, S, H, D] in memory: what the projections beside attention take."""
+    """An empty result for attention on a CPU of the same shape, [B, S, H, D] in memory: what the projections beside it
+    take."""
     batch, heads, positions, width = x_BHSD.shape
     return x_BHSD.new_empty((batch, positions, heads, width)).transpose(1, 2)
 

@@ -53,7 +53,7 @@ class Library:
     defines: tuple[str, ...] = ()
 
     def why_not(self, machine: Machine, case: Case) -> str | None:
-        """The `why_not` of candidates written in C++. Builds the library where it is not there yet (seconds)."""
+        """The `why_not` of CPU candidates in C++. Builds the library where it is not there yet (seconds)."""
         if case.device_type != "cpu":
             return "it runs on CPUs only"
         if machine.cxx_compiler is None:
@@ -63,7 +63,7 @@ class Library:
 
     @property
     def functions(self) -> ctypes.CDLL:
-        """The loaded library.
+        """Functions of a built CPU library, loaded.
 
         Raises:
             BuildError: it cannot be built or loaded; `why_not` would have said so.
@@ -125,7 +125,7 @@ def _outcome(library: Library, compiler: str) -> ctypes.CDLL | str:
 
 
 def build(library: Library, compiler: str, folder: Path) -> Path:
-    """The library's file in `folder`, compiled where it is not there.
+    """Build a CPU library: its file in `folder`, compiled where it is not there.
 
     Args:
         library: which.
@@ -156,12 +156,13 @@ def build(library: Library, compiler: str, folder: Path) -> Path:
 
 
 def _without(features: frozenset[str]) -> tuple[str, ...]:
-    """Flags against what `-march=native` finds and torch may not use: those kernels are as on a CPU without it."""
+    """Flags to build CPU code without what torch may not use, against what `-march=native` finds: those kernels are as
+    on a CPU without it."""
     return ("-mno-avx512f",) if "avx2" in features and "avx512f" not in features else ()
 
 
 def load(library: Library, path: Path) -> ctypes.CDLL:
-    """The library of a file, with torch's threads.
+    """Load a built CPU library of a file, with torch's threads.
 
     Raises:
         BuildError: the file is not a library of this machine.
@@ -182,7 +183,8 @@ def load(library: Library, path: Path) -> ctypes.CDLL:
 
 
 def openmp_path() -> str | None:
-    """File of the OpenMP runtime that torch has loaded; None where it has none that we can call (then: one thread)."""
+    """To build with, file of the OpenMP runtime that torch has loaded; None where it has none that we can call (then:
+    one thread)."""
     import torch  # noqa: F401  it loads the runtime
 
     try:

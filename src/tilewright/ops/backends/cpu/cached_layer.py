@@ -17,7 +17,7 @@ from tilewright.ops.base.dispatch import Case
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of the candidate. Builds the library where it is not there yet (seconds)."""
+    """The `why_not` of the cached layer in C++. Builds the library where it is not there yet (seconds)."""
     if case.dtype not in DTYPES:
         return "it reads weights in FP32 or BF16"
     return CACHED_LAYER.why_not(machine, case)
@@ -26,7 +26,7 @@ def why_not(machine: Machine, case: Case) -> str | None:
 def cached_layer(
     x_ND: Tensor, weights: LayerWeights, eps: float, cos_NR: Tensor, sin_NR: Tensor, pasts: Sequence[RowPast]
 ) -> Tensor:
-    """A whole layer for the next token of a few rows: see `ops.linear`.
+    """A cached layer on a CPU in C++: a whole one for the next token of a few rows: see `ops.linear`.
 
     Raises:
         TypeError: tensors of several dtypes, of others than FP32 and BF16, or not all on the CPU.

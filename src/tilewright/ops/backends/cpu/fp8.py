@@ -23,7 +23,7 @@ _BOTH = 3
 
 
 def quantize(x_MK: Tensor, spec: FloatSpec, tile: Tile) -> TiledTensor:
-    """Quantise a matrix: see `ops.quantize`."""
+    """Quantise a matrix to FP8 on a CPU in C++: see `ops.quantize`."""
     if _is_turned(x_MK):
         return quantize(x_MK.T, spec, tile.transposed()).transposed()
     qdata, scale_inv = _encode(x_MK, tile.rows, tile.cols, spec.name)
@@ -31,7 +31,7 @@ def quantize(x_MK: Tensor, spec: FloatSpec, tile: Tile) -> TiledTensor:
 
 
 def quantize_both(x_MK: Tensor, spec: FloatSpec) -> tuple[TiledTensor, TiledTensor]:
-    """Quantise a matrix by rows and by columns: see `ops.quantize`."""
+    """Quantise a matrix to FP8 by rows and by columns on a CPU in C++: see `ops.quantize`."""
     if _is_turned(x_MK):
         row, column = quantize_both(x_MK.T, spec)
         return column, row
@@ -41,8 +41,8 @@ def quantize_both(x_MK: Tensor, spec: FloatSpec) -> tuple[TiledTensor, TiledTens
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two quantised matrices: see `ops.gemm` and `ops.backends.native.dequant_gemm`, which this is with a
-    faster decoder."""
+    """FP8 GEMM on a CPU in C++: multiply two quantised matrices: see `ops.gemm` and `ops.backends.native.dequant_gemm`,
+    which this is with a faster decoder."""
     return _matmul(
         a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
         b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
@@ -51,7 +51,7 @@ def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: 
 
 
 def decode_bf16(tiled: TiledTensor, *, turn: bool = False) -> Tensor:
-    """BF16 values. Scales as `is_exact` admits them.
+    """Decode FP8 to BF16 on a CPU in C++. Scales as `is_exact` admits them.
 
     Args:
         tiled: the matrix.
@@ -74,14 +74,15 @@ def decode_bf16(tiled: TiledTensor, *, turn: bool = False) -> Tensor:
 
 
 def is_exact(tiled: TiledTensor) -> bool:
-    """True if all scales are powers of two under which every code is a normal BF16 number."""
+    """True if FP8 decodes exactly on a CPU: all scales are powers of two under which every code is a normal BF16
+    number."""
     scale = tiled.scale_inv
     sizes = (scale.shape[0], scale.shape[1], scale.stride(0), scale.stride(1))
     return bool(FP8.functions.tw_is_exact(tiled.spec == E5M2, scale.data_ptr(), *sizes))
 
 
 def _is_turned(x: Tensor) -> bool:
-    """Columns are contiguous and rows are not."""
+    """True if an FP8 matrix is turned: columns are contiguous and rows are not."""
     return x.stride(1) != 1 and x.stride(0) == 1
 
 

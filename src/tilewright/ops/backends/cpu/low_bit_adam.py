@@ -19,7 +19,7 @@ _FP32, _BF16, _SPLIT24, _OF_BF16, _OF_FP16 = range(5)
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """AdamW with moments in 8 bits: see `ops.adam`."""
+    """Low-bit AdamW on a CPU in C++, with moments in 8 bits: see `ops.adam`."""
     target, low, weight, grad = tensors.target, tensors.low, tensors.weight, tensors.grad
     if weight is not None:
         kind = _OF_BF16 if weight.dtype == torch.bfloat16 else _OF_FP16
@@ -49,7 +49,7 @@ def adam(
     weights: Sequence[Tensor] = (),
     skips: Sequence[int] = (),
 ) -> None:
-    """AdamW; see `ops.adam`: parameters and moments of FP32 or BF16."""
+    """AdamW on a CPU in C++; see `ops.adam`: parameters and moments of FP32 or BF16."""
     floats = _floats(hyper)
     firsts, skips = firsts or [0] * len(params), skips or [0] * len(params)
     rows = zip(params, grads, exp_avgs, exp_avg_sqs, weights or [None] * len(params), strict=True)
@@ -71,7 +71,7 @@ def adam(
 
 @functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
 def _floats(hyper: AdamHyper) -> list[float]:
-    """The numbers of the formulas, each FP32."""
+    """Floats for AdamW on a CPU: the numbers of the formulas, each FP32."""
     coefficients = hyper.coefficients()
     decay, rate1, beta2, *rest = coefficients.tolist()
     return [decay, rate1, beta2, float(1 - coefficients[2]), *rest]

@@ -15,14 +15,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of the candidate. Builds the library where it is not there yet (seconds)."""
+    """The `why_not` of a linear layer for few rows in C++. Builds the library where it is not there yet (seconds)."""
     if case.dtype not in DTYPES:
         return "it reads weights in FP32 or BF16"
     return ROW_LINEAR.why_not(machine, case)
 
 
 def row_linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer for a few rows: see `ops.linear`.
+    """A linear layer for a few rows on a CPU in C++: see `ops.linear`.
 
     Raises:
         TypeError: tensors of several dtypes, of others than FP32 and BF16, or not all on the CPU.

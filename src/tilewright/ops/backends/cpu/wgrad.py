@@ -20,12 +20,13 @@ from tilewright.ops.base.dispatch import Case
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `linear`. Builds the library where it is not there yet (seconds)."""
+    """The `why_not` of a linear layer with weight gradients (wgrad) in C++. Builds the library where it is not there
+    yet (seconds)."""
     return amx.why_not(WGRAD, machine, case)
 
 
 def runs(device_type: str, dtype: torch.dtype) -> bool:
-    """True if `weight_gradient` takes these operands on this machine."""
+    """True if the wgrad kernel takes these operands on this machine."""
     return device_type == "cpu" and dtype == torch.bfloat16 and _runs_here()
 
 
@@ -36,7 +37,7 @@ def _runs_here() -> bool:
 
 @torch.library.custom_op("tilewright::weight_gradient", mutates_args=())
 def weight_gradient(dy_NM: Tensor, x_NK: Tensor) -> Tensor:
-    """dy^T x of BF16 operands, any strides, in FP32: [M, K]."""
+    """Weight gradient (wgrad) in C++: dy^T x of BF16 operands, any strides, in FP32: [M, K]."""
     out_MK = dy_NM.new_empty((dy_NM.shape[1], x_NK.shape[1]), dtype=torch.float32)
     add_weight_gradient_(out_MK, dy_NM, x_NK, adds=False)
     return out_MK
@@ -48,7 +49,7 @@ def _(dy_NM, x_NK):
 
 
 def add_weight_gradient_(out_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, *, adds: bool = True) -> None:
-    """out += dy^T x, in place; without `adds` what `out` held is not read.
+    """Add a weight gradient (wgrad) in C++: out += dy^T x, in place; without `adds` what `out` held is not read.
 
     Args:
         out_MK: FP32, contiguous.
@@ -74,7 +75,7 @@ def add_weight_gradient_(out_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, *, adds: b
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer: see `ops.linear`."""
+    """A linear layer with weight gradients (wgrad) in C++: see `ops.linear`."""
     return _Linear.apply(x, weight_MK, None if bias_M is None else bias_M.to(x.dtype))
 
 

@@ -25,7 +25,7 @@ def fused(
     weights: Sequence[Tensor] = (),
     skips: Sequence[int] = (),
 ) -> None:
-    """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers`,
+    """Adam fused by torch: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers`,
     `firsts` and `skips` are not read.
 
     The kernel goes through memory as it lies: tensors whose elements are in different orders, or apart, take copies.
@@ -95,12 +95,12 @@ Row = tuple[Tensor, ...]
 
 
 def _written(row: Row) -> tuple[int, ...]:
-    """Places of what is written."""
+    """Places of what torch's Adam writes."""
     return (0, 2, 3, _WEIGHT)[: len(row) - 1]
 
 
 def _alike(row: Row) -> Row:
-    """The same numbers, in memory without gaps and in one order."""
+    """Tensors alike for torch's Adam: the same numbers, in memory without gaps and in one order."""
     if all(tensor.is_contiguous() for tensor in row):
         return row
     if len({tensor.stride() for tensor in row}) == 1 and _is_dense(row[0]):
@@ -109,28 +109,29 @@ def _alike(row: Row) -> Row:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True if elements that do not overlap fill a stretch of memory."""
+    """True if a tensor for torch's Adam is dense: elements that do not overlap fill a stretch of memory."""
     return 1 + sum(d * (size - 1) for d, size in zip(tensor.stride(), tensor.shape, strict=True)) == tensor.numel()
 
 
 def _rest(tensor: Tensor) -> int:
-    """Elements after the last whole vector."""
+    """Rest of a tensor for torch's Adam: elements after the last whole vector."""
     return tensor.numel() % _VECTOR
 
 
 def _beginning(row: Row) -> Row:
-    """Whole vectors of tensors without gaps, as they lie in memory."""
+    """Beginning of tensors for torch's Adam: whole vectors of those without gaps, as they lie in memory."""
     return tuple(_in_memory(tensor)[: tensor.numel() - _rest(tensor)] for tensor in row)
 
 
 def _end(row: Row) -> tuple[Row, Row]:
-    """The elements behind those, and copies of them that are filled up to one vector."""
+    """End of tensors for torch's Adam: the elements behind whole vectors, and copies of them that are filled up to
+    one."""
     end = tuple(_in_memory(tensor)[tensor.numel() - _rest(tensor) :] for tensor in row)
     return end, tuple(F.pad(part, (0, _VECTOR - len(part))) for part in end)
 
 
 def _pieces(row: Row) -> Iterator[Row]:
-    """Tensors without gaps, cut as they lie in memory."""
+    """Pieces of tensors for torch's Adam, without gaps, cut as they lie in memory."""
     size = PIECE * torch.get_num_threads()
     return zip(*(_in_memory(tensor).split(size) for tensor in row), strict=True)
 
@@ -145,5 +146,6 @@ def _compiled_update() -> Update:
 
 
 def compiled(*lists: Any, **more: Any) -> None:
-    """The reference's update, fused into one loop over each tensor: the arguments of `update_all` behind its first."""
+    """Adam compiled by torch: the reference's update, fused into one loop over each tensor: the arguments of
+    `update_all` behind its first."""
     update_all(_compiled_update(), *lists, **more)

@@ -40,8 +40,8 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention: see `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel
-    takes them."""
+    """Attention by torch's kernels: see `ops.attention`. Values narrower than keys (multi-head latent attention) are
+    padded: no kernel takes them."""
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     on_cpu, low = q_BHSD.device.type == "cpu", q_BHSD.dtype in (torch.bfloat16, torch.float16)
@@ -60,8 +60,8 @@ def attention(
 def attention_to_past(
     q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float | None = None, *, wide: bool = False, window: int = 0
 ) -> Tensor:
-    """Attention of the last S of T positions, S < T, to the last `window` positions up to themselves, 0: to all.
-    Without documents.
+    """Attention to the past by torch's kernels: of the last S of T positions, S < T, to the last `window` positions up
+    to themselves, 0: to all. Without documents.
 
     `wide`: with FP32 operands, the result in q's dtype.
     """
@@ -96,7 +96,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: fl
 
 
 def _whole_forward(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp of all rows at once, on the CPU; a mask of S x S where there are documents."""
+    """Forward of attention by torch, whole: result and log-sum-exp of all rows at once, on the CPU; a mask of S x S
+    where there are documents."""
     mask = None
     if segments_BS is not None:
         mask = added_mask(allowed_pairs(segments_BS, q.shape[2], q.device), q.dtype)
@@ -108,7 +109,7 @@ def _whole_forward(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, 
 def _blocked_forward(
     q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float, block: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """The same by blocks of query rows, each with the keys that they may see."""
+    """Forward of attention by torch in blocks of query rows, each with the keys that they may see."""
     out, lse = torch.empty_like(q), []
     for start in range(0, q.shape[2], block):
         end = min(start + block, q.shape[2])
@@ -128,8 +129,8 @@ def _blocked_forward(
 def rows_by_matmuls(
     q_BHRD: Tensor, k_BHED: Tensor, v_BHED: Tensor, allowed: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp of a block of query rows, its scores in memory: for devices whose kernels tell no
-    log-sum-exp under a mask."""
+    """Attention by torch's matmuls: result and log-sum-exp of a block of query rows, its scores in memory: for devices
+    whose kernels give no log-sum-exp under a mask."""
     high = torch.promote_types(q_BHRD.dtype, torch.float32)
     scores_BHRE = (torch.matmul(q_BHRD, k_BHED.mT).to(high) * scale).masked_fill(~allowed, float("-inf"))
     lse_BHR = scores_BHRE.logsumexp(-1)
@@ -189,7 +190,8 @@ class _Blocked(torch.autograd.Function):
 def _flash_backward(
     saved: tuple, dout_BHSD: Tensor, scale: float, block: int, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values by torch's CPU kernel, a block of query rows at a time."""
+    """Backward of attention by torch: gradients of queries, keys and values by its CPU kernel, a block of query rows at
+    a time."""
     q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = saved
     num_keys, num_positions, low = k_BKSD.shape[1], q_BHSD.shape[2], q_BHSD.dtype
     group = q_BHSD.shape[1] // num_keys

@@ -26,7 +26,7 @@ _AMX_COLUMNS = 32
 
 
 def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two quantised matrices, decoded first: see `ops.gemm`."""
+    """GEMM by dequantising: multiply two quantised matrices, decoded first: see `ops.gemm`."""
     return _matmul(
         a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
         b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
@@ -35,7 +35,7 @@ def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: to
 
 
 def decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """a @ b.T + bias, summed in FP32, of decoded operands, both BF16 or both FP32, autocast off."""
+    """GEMM of dequantised operands: a @ b.T + bias, summed in FP32, both BF16 or both FP32, autocast off."""
     with torch.autocast(a_MK.device.type, enabled=False):
         return _decoded_matmul(a_MK, b_NK, bias_N, out_dtype)
 
@@ -57,7 +57,8 @@ def _decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype
 
 @torch.library.custom_op("tilewright::wide_matmul", mutates_args=())
 def wide_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """`decoded_matmul` of operands in FP32: by the BF16 unit where that loses nothing, as of MXFP8 and MXFP4."""
+    """GEMM of dequantised operands in FP32, `decoded_matmul`: by the BF16 unit where that loses nothing, as of MXFP8
+    and MXFP4."""
     rounds_once = out_dtype == torch.bfloat16 or a_MK.is_cuda
     if rounds_once and is_fast_bf16(a_MK.device) and fits_bf16(a_MK) and fits_bf16(b_NK):
         a_MK, b_NK = a_MK.to(torch.bfloat16), b_NK.to(torch.bfloat16)
@@ -70,7 +71,8 @@ def _(a_MK, b_NK, bias_N, out_dtype):
 
 
 def fits_bf16(x: Tensor) -> bool:
-    """True if all of these FP32 numbers are zero, infinite, NaN or normal numbers of BF16; waits for the device.
+    """True if dequantised values fit BF16: all of these FP32 numbers are zero, infinite, NaN or normal numbers of it;
+    waits for the device.
 
     Example:
         >>> fits_bf16(torch.tensor([0.0, 1.75, -(2.0**-126)])), fits_bf16(torch.tensor([2.0**-127]))
@@ -82,7 +84,7 @@ def fits_bf16(x: Tensor) -> bool:
 
 
 def is_fast_bf16(device: torch.device) -> bool:
-    """True if BF16 matmuls on this device run on a unit for them."""
+    """True if GEMMs of dequantised BF16 are fast: on this device they run on a unit for them."""
     return device.type != "cpu" or _cpu_multiplies_bf16()
 
 
@@ -98,12 +100,12 @@ def _has_tiles() -> bool:
 
 
 def is_power_of_two(scale: Tensor) -> bool:
-    """True if all of these positive FP32 numbers are; waits for the device."""
+    """True if scales to dequantise by are powers of two, all of these positive FP32 numbers; waits for the device."""
     return not bool((scale.view(torch.int32) & _FP32_MANTISSA).any())
 
 
 def tiled_of(qdata: Tensor, scale_inv: Tensor, tile: list[int], spec: FloatSpec) -> TiledTensor:
-    """A TiledTensor from what an operator of torch can take."""
+    """A TiledTensor to dequantise from what an operator of torch can take."""
     return TiledTensor(qdata, scale_inv, Tile(tile[0], tile[1]), spec)
 
 

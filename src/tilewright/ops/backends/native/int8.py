@@ -26,7 +26,7 @@ _DOT_PRODUCTS = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 
 def why_not_onednn(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `onednn`."""
+    """The `why_not` of INT8 by oneDNN (`onednn`)."""
     if case.device_type != "cpu":
         return "it is for CPUs"
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
@@ -37,7 +37,8 @@ def why_not_onednn(machine: Machine, case: Case) -> str | None:
 
 
 def why_not_int_mm(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `int_mm`. Where a variable keeps oneDNN from dot products, torch asks it all the same."""
+    """The `why_not` of INT8 by `int_mm`. Where a variable keeps oneDNN from dot products, torch asks it all the
+    same."""
     if case.device_type != "cpu":
         return "on GPUs it asks for sizes that are multiples of 8 and over 16 rows"
     limited = [limit for limit in machine.cpu_limits if "MAX_CPU_ISA" in limit]
@@ -47,18 +48,18 @@ def why_not_int_mm(machine: Machine, case: Case) -> str | None:
 
 
 def onednn_prepack(qdata_NK: Tensor) -> Tensor:
-    """The weight in oneDNN's layout."""
+    """The INT8 weight in oneDNN's layout."""
     return torch.ops.onednn.qlinear_prepack(qdata_NK, None)
 
 
 def onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
-    """Multiply two matrices of 8-bit integers by oneDNN: see `ops.int8_linear`."""
+    """INT8 matmul by oneDNN: see `ops.int8_linear`."""
     run = _onednn_op if torch.compiler.is_compiling() else _onednn
     return run(codes_MK, qdata_NK, packed, made_from)
 
 
 def int_mm(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
-    """Multiply two matrices of 8-bit integers by torch: see `ops.int8_linear`."""
+    """INT8 matmul by torch's `_int_mm`: see `ops.int8_linear`."""
     return _int_mm_op(codes_MK, qdata_NK) if torch.compiler.is_compiling() else _int_mm(codes_MK, qdata_NK)
 
 

@@ -29,12 +29,12 @@ PIECE = 2**21
 
 
 def row_lse(logits_CV: Tensor) -> Tensor:
-    """Log-sum-exp of each row in FP32: [C, 1]."""
+    """Log-sum-exp of each row of a loss in FP32: [C, 1]."""
     return torch.logsumexp(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), dim=-1, keepdim=True)
 
 
 def masked_softmax_(logits_CV: Tensor, lse_C1: Tensor, keep_C1: Tensor) -> None:
-    """Softmax of each row from its log-sum-exp, written over its logits; zero where `keep` is False."""
+    """Masked softmax of a loss's rows from their log-sum-exp, written over the logits; zero where `keep` is False."""
     logits_CV.copy_(torch.where(keep_C1, (logits_CV.to(lse_C1.dtype) - lse_C1).exp(), 0.0))
 
 
@@ -52,8 +52,8 @@ class ChunkStep:
     """Whose logits these are, where they are some of all."""
 
     def __call__(self, logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-        """Log probability of each target [C] in FP32, 0 where there is none; the gradient of minus their sum is written
-        over the logits.
+        """A step on a loss's chunk: log probability of each target [C] in FP32, 0 where there is none; the gradient of
+        minus their sum is written over the logits.
 
         Args:
             logits_CV: [C, V] contiguous, any float dtype.
@@ -119,7 +119,7 @@ def _run_chunks(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, step: ChunkStep, tile_bytes: int,
     each_N: Tensor | None, dx_ND: Tensor | None, dweight_VD: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The loss sum; that of each token, and the gradients, where there is room for them."""
+    """Run a loss in chunks: the sum; that of each token, and the gradients, where there is room for them."""
     head = _head(weight_VD.to(x_ND.dtype))
     rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
     total = torch.zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32), device=x_ND.device)
@@ -139,7 +139,7 @@ def _run_chunks(
 
 
 def _late_weight_gradient(ctx, dloss: Tensor) -> Tensor | None:
-    """The weight's gradient from the kept input; None where the queue takes it."""
+    """The weight's gradient of a loss, late, from the kept input; None where the queue takes it."""
     queue, x_ND, weight_VD, labels_N, step, tile_bytes = ctx.late
     dtype, keeps_wide = ctx.weight_dtype, ctx.keeps_wide
 
@@ -157,7 +157,8 @@ def _late_weight_gradient(ctx, dloss: Tensor) -> Tensor | None:
 
 
 def _rounded(dweight_VD: Tensor, dtype: torch.dtype, *, keeps_wide: bool) -> Tensor:
-    """In the weight's dtype; where the gradient is kept wide, what that dtype holds of it."""
+    """The gradient of a loss rounded to the weight's dtype; where the gradient is kept wide, what that dtype holds of
+    it."""
     if not keeps_wide:
         return dweight_VD.to(dtype)
     # Autograd would widen the rounded gradient again: a second copy in FP32. The same numbers come in place.
@@ -183,20 +184,21 @@ class _Head:
     weight_VD: Tensor
 
     def logits(self, x_CD: Tensor, out_CV: Tensor) -> Tensor:
-        """x W^T, written to `out`."""
+        """Logits of a loss's head, x W^T, written to `out`."""
         return torch.mm(x_CD, self.weight_VD.T, out=out_CV)
 
     def input_gradient(self, dlogits_CV: Tensor, out_CD: Tensor) -> None:
-        """dlogits W, written to `out`."""
+        """Input's gradient of a loss's head, dlogits W, written to `out`."""
         torch.mm(dlogits_CV, self.weight_VD, out=out_CD)
 
     def add_weight_gradient(self, dweight_VD: Tensor, dlogits_CV: Tensor, x_CD: Tensor) -> None:
-        """dlogits^T x, added in FP32."""
+        """Weight's gradient of a loss's head, dlogits^T x, added in FP32."""
         _weight_gradient_adder(x_CD.device.type, x_CD.dtype)(dweight_VD, dlogits_CV, x_CD)
 
 
 def _weight_gradient_adder(device_type: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """A function that adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D]).
+    """Adder of a loss's weight gradients: a function that adds that of a chunk to the weight's: (dweight [V, D] FP32,
+    dlogits [C, V], x [C, D]).
 
     On a GPU the GEMM itself adds in FP32: no chunk is rounded to 16 bits, and no product is written beside the sum.
     """
@@ -212,25 +214,27 @@ def _weight_gradient_adder(device_type: str, dtype: torch.dtype) -> Callable[[Te
 
 
 def _head(low_weight_VD: Tensor) -> "_Head | wide.WideHead":
-    """Products for a weight in the operands' dtype."""
+    """A loss's head: products for a weight in the operands' dtype."""
     widens = wide.widens(low_weight_VD.device.type, low_weight_VD.dtype)
     return wide.WideHead(low_weight_VD) if widens else _Head(low_weight_VD)
 
 
 def _add_(sum_VD: Tensor, part_VD: Tensor) -> None:
-    """Adds in place. On a CPU torch makes an FP32 copy of what is added, so that goes by pieces."""
+    """Add in place in a loss. On a CPU torch makes an FP32 copy of what is added, so that goes by pieces."""
     for some_sum, some_part in zip(_in_pieces(sum_VD), _in_pieces(part_VD), strict=True):
         some_sum.add_(some_part)
 
 
 def _in_pieces(x_VD: Tensor) -> tuple[Tensor, ...]:
-    """Views of some rows each on a CPU; on other devices, whose operations make no such copies, all rows at once."""
+    """Pieces of rows in a loss: views of some rows each on a CPU; on other devices, whose operations make no such
+    copies, all rows at once."""
     rows = max(PIECE // x_VD.shape[1], 1) if x_VD.device.type == "cpu" else x_VD.shape[0]
     return x_VD.split(rows)
 
 
 def chunk_rows(num_rows: int, row_bytes: int, tile_bytes: int) -> int:
-    """Rows whose logits fill `tile_bytes`, one at least, evened out over the chunks so that no small one is left over.
+    """Rows of a loss's chunk whose logits fill `tile_bytes`, one at least, evened out over the chunks so that no small
+    one is left over.
 
     Example:
         >>> chunk_rows(100, 10, 400), chunk_rows(100, 10, 5)
@@ -255,7 +259,7 @@ def compiled(
     queue: WeightGradientQueue | None = None,
     classes: ClassSlice | None = None,
 ) -> TokenLosses:
-    """The head's loss; see `ops.loss`; the chunk's loops fused by torch.compile."""
+    """The loss compiled; see `ops.loss`; the chunk's loops fused by torch.compile."""
     return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step, queue, classes)
 
 
@@ -267,7 +271,7 @@ def eager(
     queue: WeightGradientQueue | None = None,
     classes: ClassSlice | None = None,
 ) -> TokenLosses:
-    """The head's loss; see `ops.loss`; the chunk's loops as eager torch operations."""
+    """The loss eager; see `ops.loss`; the chunk's loops as eager torch operations."""
     step = functools.partial(ChunkStep, row_lse, masked_softmax_)
     return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, step, queue, classes)
 

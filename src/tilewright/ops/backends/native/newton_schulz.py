@@ -31,7 +31,8 @@ def wide(x_RC: Tensor, num_steps: int = 5) -> Tensor:
 
 
 def _newton_schulz(argument: list[Tensor], num_steps: int, dtype: torch.dtype) -> Tensor:
-    """`argument`: one tensor, which is taken out, so that it can be freed on the way."""
+    """Newton-Schulz by torch's matmuls. `argument`: one tensor, which is taken out, so that it can be freed on the
+    way."""
     x = argument.pop().to(torch.bfloat16).to(dtype)
     if not x.numel():
         return x.to(torch.bfloat16)

@@ -44,7 +44,8 @@ class Arguments:
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two quantised matrices: see `ops.gemm`. cuBLAS does not multiply two E5M2 operands."""
+    """GEMM by `scaled_mm`: multiply two quantised matrices: see `ops.gemm`. cuBLAS does not multiply two E5M2
+    operands."""
     tiles = [a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols]
     return _scaled_mm(a.qdata, b.qdata, a.scale_inv, b.scale_inv, bias_N, tiles, a.spec.name, b.spec.name, out_dtype)
 
@@ -71,7 +72,7 @@ def _(a, b, a_scale, b_scale, bias, tiles, a_spec, b_spec, out_dtype):
 
 
 def multiply(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The matmul on the device."""
+    """The matmul by `scaled_mm` on the device."""
     if 0 in (*a.shape, b.shape[0]):
         out = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.qdata.device)
         return out if bias_N is None else out + bias_N.to(out_dtype)
@@ -120,7 +121,7 @@ def prepare(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: to
 
 
 def finish(out: Tensor, call: Arguments, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Cut off the padding; add the bias where the call did not."""
+    """Finish a `scaled_mm`: cut off the padding; add the bias where the call did not."""
     out = out[: call.rows, : call.cols].contiguous()
     if bias_N is not None and call.bias is None:
         out = out + bias_N.to(out_dtype).to(out.dtype)
@@ -128,13 +129,13 @@ def finish(out: Tensor, call: Arguments, bias_N: Tensor | None, out_dtype: torch
 
 
 def _recipe(operand: TiledTensor) -> str:
-    """Name of the member of `ScalingType`."""
+    """Recipe of a `scaled_mm`: name of the member of `ScalingType`."""
     names = {ROW_TILE: "BlockWise1x128", BLOCK_TILE: "BlockWise128x128", TENSORWISE: "TensorWise"}
     return names[operand.tile]
 
 
 def _codes(operand: TiledTensor, more_rows: int, more_cols: int) -> Tensor:
-    """Codes row by row as torch's 8-bit dtype, zeros appended."""
+    """Codes for `scaled_mm`, row by row as torch's 8-bit dtype, zeros appended."""
     qdata = operand.qdata
     if more_rows or more_cols:
         qdata = F.pad(qdata, (0, more_cols, 0, more_rows))
@@ -142,7 +143,7 @@ def _codes(operand: TiledTensor, more_rows: int, more_cols: int) -> Tensor:
 
 
 def _row_scale(scale_inv: Tensor, more_rows: int) -> Tensor:
-    """Scales of 1x128 tiles [M, GK] with strides (1, M), ones appended."""
+    """Row scales for `scaled_mm`: of 1x128 tiles [M, GK] with strides (1, M), ones appended."""
     transposed = scale_inv.T
     if more_rows:
         transposed = F.pad(transposed, (0, more_rows), value=1.0)
@@ -150,7 +151,8 @@ def _row_scale(scale_inv: Tensor, more_rows: int) -> Tensor:
 
 
 def _block_scale(scale_inv: Tensor) -> Tensor:
-    """Scales of 128x128 tiles [GN, GK] as [GK rounded up to 4, GN], the first dimension contiguous."""
+    """Block scales for `scaled_mm`: of 128x128 tiles [GN, GK] as [GK rounded up to 4, GN], the first dimension
+    contiguous."""
     more = -scale_inv.shape[1] % 4
     if more:
         scale_inv = F.pad(scale_inv, (0, more), value=1.0)
@@ -158,11 +160,12 @@ def _block_scale(scale_inv: Tensor) -> Tensor:
 
 
 def _outer_major(transposed: Tensor) -> Tensor:
-    """The transpose of [columns, rows], strides (1, rows) to the letter: a view of one column may say otherwise."""
+    """Scales for `scaled_mm` outer-major: the transpose of [columns, rows], strides (1, rows) to the letter: a view of
+    one column may say otherwise."""
     columns, rows = transposed.shape
     return _aligned(transposed).as_strided((rows, columns), (1, rows))
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, copied where it is a slice that may not begin at 16 bytes."""
+    """x aligned for `scaled_mm`: copied where it is a slice that may not begin at 16 bytes."""
     return x.clone() if x.storage_offset() * x.element_size() % 16 else x

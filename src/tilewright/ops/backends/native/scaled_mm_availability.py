@@ -10,7 +10,7 @@ _NONE: tuple[int, int] = (0, 0)
 
 
 def needs_scaled_mm(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of `scaled_mm`."""
+    """Availability of `scaled_mm`: its `why_not`."""
     if case.device_type != "cuda":
         return "cuBLAS runs on CUDA devices"
     if case.dtype == torch.float64:

@@ -36,7 +36,7 @@ def by_flash(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention by FlashAttention: see `ops.attention`. Grouped heads as they are. It goes by blocks of its own:
+    """Varlen attention by FlashAttention: see `ops.attention`. Grouped heads as they are. It goes by blocks of its own:
     `block` changes nothing."""
     return _attention(q_BHSD, k_BKSD, v_BKSD, segments, scale, window, flash=True)
 
@@ -50,8 +50,8 @@ def by_efficient(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention by the memory-efficient kernel: see `ops.attention`. Keys and values are repeated for grouped heads.
-    `block` changes nothing."""
+    """Varlen attention by the memory-efficient kernel: see `ops.attention`. Keys and values are repeated for grouped
+    heads. `block` changes nothing."""
     NO_WINDOW.check(WINDOW if window else "")
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
     if group > 1:
@@ -75,7 +75,8 @@ def _attention(
 
 
 def _tokens(x_BHSD: Tensor) -> Tensor:
-    """[T, H, D] with D a multiple of `_ALIGNED` and contiguous: the same memory where heads are inside of positions."""
+    """Tokens for varlen attention: [T, H, D] with D a multiple of `_ALIGNED` and contiguous: the same memory where
+    heads are inside of positions."""
     pad = -x_BHSD.shape[-1] % _ALIGNED
     x_THD = (F.pad(x_BHSD, (0, pad)) if pad else x_BHSD).transpose(1, 2).flatten(0, 1)
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
@@ -98,7 +99,8 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, flash: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Result [T, H, D], and log-sum-exp in FP32: [H, T] of flash, [N, H, longest] of the memory-efficient kernel."""
+    """Forward of varlen attention: result [T, H, D], and log-sum-exp in FP32: [H, T] of flash, [N, H, longest] of the
+    memory-efficient kernel."""
     if flash:
         lengths = (starts, starts, longest, longest)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -147,11 +149,11 @@ def _(q, k, v, starts, out, lse, dout, longest, scale, flash, window=0):
 
 
 def _sides(window: int) -> dict[str, int]:
-    """How flash is told of a window: keys before a position, and behind it."""
+    """Sides of a window in varlen attention, as flash takes them: keys before a position, and behind it."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _lengths_within(starts: Tensor, longest: int, q_THD: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """The memory-efficient kernel refuses a bound beyond all tokens."""
+    """Lengths for varlen attention within a bound: the memory-efficient kernel refuses one beyond all tokens."""
     longest = min(longest, q_THD.shape[0])
     return starts, starts, longest, longest

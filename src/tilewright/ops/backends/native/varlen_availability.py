@@ -23,7 +23,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def why_not_varlen(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of flash by documents."""
+    """Availability of varlen attention by flash: its `why_not`."""
     if reason := _why_no_flash(machine, case):
         return reason
     if case.kind not in ("packed", WINDOW):
@@ -32,7 +32,7 @@ def why_not_varlen(machine: Machine, case: Case) -> str | None:
 
 
 def why_not_efficient(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of the memory-efficient kernel by documents."""
+    """Availability of varlen attention by the memory-efficient kernel: its `why_not`."""
     if case.device_type != "cuda":
         return "it is for CUDA devices"
     if case.kind not in NO_WINDOW.kinds:

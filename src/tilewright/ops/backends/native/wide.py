@@ -19,14 +19,15 @@ WIDE_PIECE = 2**22
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
-    """The `why_not` of candidates that widen."""
+    """The `why_not` of candidates that multiply wide (16 bits in FP32)."""
     if case.device_type != "cpu" or case.dtype not in (torch.bfloat16, torch.float16):
         return "it is for 16-bit operands on CPUs"
     return "the CPU multiplies this format itself" if machine.cpu_multiplies(case.dtype) else None
 
 
 def widens(device_type: str, dtype: torch.dtype) -> bool:
-    """True if matmuls of this dtype are faster in FP32 on this device: a CPU without instructions for them."""
+    """True if this device multiplies wide: matmuls of this dtype are faster in FP32: a CPU without instructions for
+    them."""
     if torch.compiler.is_compiling():
         from tilewright.ops.base.opaque import constant  # its decorators take seconds to import
 
@@ -57,7 +58,7 @@ class WideHead:
         self.weight_VD = weight_VD
 
     def logits(self, x_CD: Tensor, out_CV: Tensor) -> Tensor:
-        """x W^T, written to `out`."""
+        """Logits of a loss's head multiplied wide, x W^T, written to `out`."""
         wide_CD = x_CD.float()
         with self._no_autocast():
             for rows in self._pieces(x_CD):
@@ -65,7 +66,7 @@ class WideHead:
         return out_CV
 
     def input_gradient(self, dlogits_CV: Tensor, out_CD: Tensor) -> None:
-        """dlogits W, written to `out`."""
+        """Input's gradient of a loss's head multiplied wide, dlogits W, written to `out`."""
         sum_CD = torch.zeros_like(out_CD, dtype=torch.float32)
         with self._no_autocast():
             for rows in self._pieces(out_CD):
@@ -73,14 +74,14 @@ class WideHead:
         out_CD.copy_(sum_CD)
 
     def add_weight_gradient(self, dweight_VD: Tensor, dlogits_CV: Tensor, x_CD: Tensor) -> None:
-        """dlogits^T x, added in FP32."""
+        """Weight's gradient of a loss's head multiplied wide, dlogits^T x, added in FP32."""
         wide_CD = x_CD.float()
         with self._no_autocast():
             for rows in self._pieces(x_CD):
                 dweight_VD[rows].addmm_(dlogits_CV[:, rows].float().T, wide_CD)
 
     def _no_autocast(self) -> torch.autocast:
-        """A caller's would round the operands again."""
+        """No autocast for wide operands: a caller's would round them again."""
         return torch.autocast(self.weight_VD.device.type, enabled=False)
 
     def _pieces(self, x_CD: Tensor) -> Iterator[slice]:

@@ -20,8 +20,8 @@ from tilewright.ops.base.deferred_linear import LinearGemms
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer: see `ops.linear`. The weight's gradient stays in FP32 where the weight is: it is summed in FP32
-    here, and rounding would cost time."""
+    """A linear layer that multiplies wide (FP32): see `ops.linear`. The weight's gradient stays in FP32 where the
+    weight is: it is summed in FP32 here, and rounding would cost time."""
     return _WideLinear.apply(x, weight_MK, bias_M)
 
 
@@ -71,7 +71,8 @@ LINEAR_GEMMS = LinearGemms(
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.matmul` of 16-bit operands of two dims at least, [..., M, K] and [..., K, N], leading ones broadcast."""
+    """A matmul that multiplies wide: `torch.matmul` of 16-bit operands of two dims at least, [..., M, K] and [..., K,
+    N], leading ones broadcast."""
     return _WideMatmul.apply(a, b)
 
 
@@ -116,7 +117,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention: see `ops.attention`."""
+    """Attention that multiplies wide (FP32): see `ops.attention`."""
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     out = _WideAttention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block, window)
@@ -140,7 +141,8 @@ class _WideAttention(torch.autograd.Function):
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, block: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32."""
+    """Forward of attention that multiplies wide: result [B, H, S, D], and log-sum-exp of the scores in FP32 [B, H,
+    S]."""
     out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
     queries, keys, values = q.to(_high(q)), _widened(k, q), _widened(v, q)
     for rows, seen, causal, mask in query_blocks(_length(q), segments, block, window, _high(q)):
@@ -184,7 +186,7 @@ def _(q, k, v, out, lse, segments, dout, scale, block, window):
 
 
 def _length(q_BHSD: Tensor) -> int:
-    """Positions; 0 where nothing is to be computed."""
+    """Length of operands that are multiplied wide: positions; 0 where nothing is to be computed."""
     return q_BHSD.shape[2] if q_BHSD.numel() else 0
 
 
@@ -197,6 +199,7 @@ def _high(x: Tensor) -> torch.dtype:
 
 
 def _heads_inside(x_BHSD: Tensor) -> Tensor:
-    """An empty tensor of the same shape, [B, S, H, D] in memory: what the projections beside attention take."""
+    """An empty result for wide attention of the same shape, [B, S, H, D] in memory: what the projections beside it
+    take."""
     batch, heads, positions, width = x_BHSD.shape
     return x_BHSD.new_empty((batch, positions, heads, width)).transpose(1, 2)

@@ -23,19 +23,20 @@ class AdamHyper:
     seed: int
 
     def coefficients(self) -> Tensor:
-        """The numbers of the update as one FP32 tensor, so that a compiled update serves every step: decay factor,
-        1 - beta1, beta2, step size, root of the second bias correction, eps."""
+        """Coefficients of an Adam update as one FP32 tensor, so that a compiled one serves every step: decay factor, 1
+        - beta1, beta2, step size, root of the second bias correction, eps."""
         correction1 = 1 - self.beta1**self.step
         correction2 = (1 - self.beta2**self.step) ** 0.5
         decay = 1 - self.lr * self.weight_decay
         return torch.tensor([decay, 1 - self.beta1, self.beta2, self.lr / correction1, correction2, self.eps])
 
     def streams(self, number: int, first: int = 0) -> Tensor:
-        """Three int32 stream numbers for the tensor of this number: for the parameter and its two moments."""
+        """Random streams of Adam: three int32 numbers for the tensor of this number: for the parameter and its two
+        moments."""
         return torch.tensor([self.stream(number, target, first) for target in range(3)], dtype=torch.int32)
 
     def stream(self, number: int, target: int = 0, first: int = 0) -> int:
-        """A stream number: int32, as Python's integer.
+        """A random stream's number for Adam: int32, as Python's integer.
 
         `hash_of` multiplies the element and adds the stream, so the `first` elements that come before a shard are part
         of its stream: its elements, counted from 0, get the bits that they have in the whole tensor.
@@ -51,13 +52,13 @@ Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None
 
 
 def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
-    """32 random bits per element, a pure function of (element, stream)."""
+    """Hash for Adam's rounding: 32 random bits per element, a pure function of (element, stream)."""
     return hash_of(torch.arange(count, dtype=torch.int32, device=device), stream)
 
 
 def elements(count: int, length: int, skip: int, device: torch.device) -> Tensor:
-    """Numbers of the elements of rows of this length, with `skip` more after each that are elsewhere: int32, which
-    wraps.
+    """For Adam's rounding, numbers of the elements of rows of this length, with `skip` more after each that are
+    elsewhere: int32, which wraps.
 
     Example:
         >>> elements(4, 2, 3, torch.device("cpu")).tolist()
@@ -70,7 +71,7 @@ def elements(count: int, length: int, skip: int, device: torch.device) -> Tensor
 
 
 def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
-    """Random bits of elements by their numbers (int32): a 32-bit integer finaliser."""
+    """Hash for Adam's rounding: random bits of elements by their numbers (int32): a 32-bit integer finaliser."""
     x = element * _ELEMENT + stream
     x = (x ^ ((x >> 16) & 0xFFFF)) * 569420461
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 1935289751
@@ -78,13 +79,13 @@ def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
 
 
 def hash_bits(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
-    """The lower 16 of these bits."""
+    """Hash for Adam's rounding: the lower 16 of its bits."""
     return hash32(count, stream, device) & 0xFFFF
 
 
 def stochastic_round_bf16(x: Tensor, stream: Tensor | int, element: Tensor | None = None) -> Tensor:
-    """x (FP32, flat) rounded to BF16, up or down with probability by distance; non-finite values stay. `element`:
-    numbers of its elements, from 0 on where None.
+    """Stochastic rounding for Adam: x (FP32, flat) to BF16, up or down with probability by distance; non-finite values
+    stay. `element`: numbers of its elements, from 0 on where None.
 
     Example:
         >>> x = torch.full((100_000,), 1.0 + 2**-9)
@@ -111,8 +112,8 @@ def update(
     weight: Tensor | None = None,
     element: Tensor | None = None,
 ) -> None:
-    """One AdamW update, in place, of flat tensors of one length. Nothing changes before all memory is there.
-    `element`: see `stochastic_round_bf16`."""
+    """Adam by the reference: one update, in place, of flat tensors of one length. Nothing changes before all memory is
+    there. `element`: see `stochastic_round_bf16`."""
     decay, rate1, beta2, size, root_correction2, eps = coefficients.unbind()
     high = torch.promote_types(param.dtype, torch.float32)
     g = grad.to(high)
@@ -141,7 +142,7 @@ def update_all(
     weights: Sequence[Tensor] = (),
     skips: Sequence[int] = (),
 ) -> None:
-    """`update_one` over lists of contiguous tensors."""
+    """Adam by the reference: `update_one` over lists of contiguous tensors."""
     coefficients = hyper.coefficients()
     firsts, skips = firsts or [0] * len(params), skips or [0] * len(params)
     lists = (params, grads, exp_avgs, exp_avg_sqs, *([weights] if weights else []))
@@ -160,5 +161,5 @@ def update_all(
 
 
 def adam(*lists: Any, **more: Any) -> None:
-    """AdamW; see `ops.adam`: the arguments of `update_all` behind its first."""
+    """Adam by the reference; see `ops.adam`: the arguments of `update_all` behind its first."""
     update_all(update, *lists, **more)

@@ -39,7 +39,7 @@ class RowPast(NamedTuple):
 def cached_layer(
     x_ND: Tensor, weights: LayerWeights, eps: float, cos_NR: Tensor, sin_NR: Tensor, pasts: Sequence[RowPast]
 ) -> Tensor:
-    """A whole layer for the next token of a few rows: see `ops.linear`."""
+    """A cached layer by the reference: a whole one for the next token of a few rows: see `ops.linear`."""
     normed_ND = ref.rms_norm(x_ND, weights.attention_norm_D, eps)
     width = pasts[0].keys_TKd.shape[-1]
     q, k, v = (ref.linear(normed_ND, each).unflatten(-1, (-1, width)) for each in (weights.q, weights.k, weights.v))

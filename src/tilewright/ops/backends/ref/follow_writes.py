@@ -15,7 +15,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def follow_writes(master: Tensor, weight: Tensor) -> None:
-    """Give FP32 masters the values that others wrote to their 16-bit weights: see `ops.adam`."""
+    """Follow writes by the reference: give FP32 masters the values that others wrote to their 16-bit weights: see
+    `ops.adam`."""
     if master.dtype == weight.dtype or not weight.numel():
         return
     if weight.device.type != "cpu":
@@ -44,7 +45,7 @@ class Follower:
         self._rounded, self._as_stored, self._wide = (torch.empty(longest, dtype=dtype) for dtype in dtypes)
 
     def __call__(self, master_N: Tensor, weight_N: Tensor) -> None:
-        """See `ops.adam`."""
+        """Follow writes to a weight: see `ops.adam`."""
         rounded_N = self._rounded[: len(master_N)].copy_(master_N)
         if not _differ(rounded_N, weight_N):
             return
@@ -55,7 +56,7 @@ class Follower:
 
 
 def followed(master: Tensor, weight: Tensor) -> Tensor:
-    """The new master; nothing is written."""
+    """Follow writes: the new master; nothing is written."""
     bits = _BITS[weight.itemsize]
     as_stored = master.to(weight.dtype).view(bits) == weight.view(bits)
     return torch.where(as_stored, master, weight.to(master.dtype))
@@ -66,7 +67,8 @@ def _take_over(master: Tensor, weight: Tensor) -> None:
 
 
 def _differ(rounded: Tensor, weight: Tensor) -> bool:
-    """True if a bit differs. Four numbers are compared as one where they lie side by side."""
+    """True if a bit differs, where writes are followed. Four numbers are compared as one where they lie side by
+    side."""
     together = weight.is_contiguous() and not any(x.numel() % 4 or x.storage_offset() % 4 for x in (rounded, weight))
     if not together:
         bits = _BITS[weight.itemsize]

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def int8_matmul(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None = None) -> Tensor:
-    """Multiply two matrices of 8-bit integers: see `ops.int8_linear`."""
+    """INT8 matmul by the reference: see `ops.int8_linear`."""
     return (codes_MK.double() @ qdata_NK.double().T).to(torch.float32)
 
 
 def prepack(qdata_NK: Tensor) -> Tensor:
-    """Nothing to prepare: no elements."""
+    """INT8 by the reference: nothing to prepare: no elements."""
     return qdata_NK.new_empty(0)

@@ -16,7 +16,7 @@ EPS = 1e-6
 
 
 def unit(x: Tensor) -> Tensor:
-    """x through SiLU, of length 1."""
+    """Unit vectors of linear attention by the reference: x through SiLU, of length 1."""
     x = F.silu(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
@@ -29,7 +29,7 @@ def attention(
     rate_BHS: Tensor,
     segments_BS: Tensor | None = None,
 ) -> Tensor:
-    """Linear attention: see `ops.attention`."""
+    """Linear attention by the reference, position by position: see `ops.attention`."""
     return with_state(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, None, segments_BS)[0]
 
 
@@ -42,7 +42,8 @@ def with_state(
     state_BHDD: Tensor | None,
     segments_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention that begins at a state (None: nothing was seen yet), and the state after the last position."""
+    """Linear attention by the reference that begins at a state (None: nothing was seen yet), and the state after the
+    last position."""
     high = wide(q_BHSD.dtype)
     q, k, v, decay, rate = (x.to(high) for x in (q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS))
     q, k, v = unit(q) * q.shape[-1] ** -0.5, unit(k), F.silu(v)

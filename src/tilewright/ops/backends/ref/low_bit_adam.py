@@ -49,27 +49,29 @@ class LowBitTensors:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Number of rows, and elements of each. Whole blocks follow each other as in one row."""
+        """Rows of tensors for low-bit AdamW: their number, and elements of each. Whole blocks follow each other as in
+        one row."""
         num_rows, numel = len(self.exp_avg_scale), self.target.numel()
         length = numel // max(1, num_rows)
         return (1, numel) if length % quadratic_map.BLOCK == 0 and not self.skip else (num_rows, length)
 
     def stream(self, hyper: AdamHyper) -> int:
-        """Number of the random stream."""
+        """Random stream's number for low-bit AdamW."""
         return hyper.stream(self.number, first=self.first)
 
 
 @functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
 def factors(hyper: AdamHyper) -> tuple[float, ...]:
-    """The numbers of the formulas, each FP32: decay, 1 - beta1, beta2, 1 - beta2, step size, one over the root of
-    the second bias correction, eps."""
+    """Factors of low-bit AdamW: the numbers of the formulas, each FP32: decay, 1 - beta1, beta2, 1 - beta2, step size,
+    one over the root of the second bias correction, eps."""
     decay, rate1, beta2, size, root_correction2, eps = hyper.coefficients().tolist()
     return tuple(torch.tensor([decay, rate1, beta2, 1 - hyper.beta2, size, 1 / root_correction2, eps]).tolist())
 
 
 @torch.no_grad()
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """AdamW with moments in 8 bits: see `ops.adam`. Nothing changes before all memory is there."""
+    """Low-bit AdamW by the reference, with moments in 8 bits: see `ops.adam`. Nothing changes before all memory is
+    there."""
     decay, rate1, beta2, rate2, size, inv_root, eps = factors(hyper)
     rows_RK = tensors.rows
     blocks_RB = rows_RK[0], quadratic_map.num_blocks(rows_RK[1])
@@ -101,7 +103,7 @@ def _value(tensors: LowBitTensors) -> Tensor:
 
 
 def _targets(tensors: LowBitTensors, p_N: Tensor, bits_N: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The values to be written into the parameter, and where."""
+    """Targets of low-bit AdamW: the values to be written into the parameter, and where."""
     target_N = tensors.target.view(-1)
     if tensors.low is not None:
         weight, low = split24(p_N, bits_N & 0xFF)

@@ -17,12 +17,12 @@ MUON_EPS = 1e-7
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the reference computes in."""
+    """The dtype that the reference's math computes in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer: see `ops.linear.LINEAR`."""
+    """A linear layer by the reference's math: see `ops.linear.LINEAR`."""
     high = wide(x.dtype)
     weight_MK = weight_MK.to(x.dtype)
     out = x.to(high) @ weight_MK.to(high).T
@@ -32,14 +32,15 @@ def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMS norm: see `ops.norm.RMS_NORM`."""
+    """RMS norm by the reference's math: see `ops.norm.RMS_NORM`."""
     x_high = x.to(wide(x.dtype))
     inv = torch.rsqrt(x_high.square().mean(-1, keepdim=True) + eps)
     return (x_high * inv * weight_D.to(x_high.dtype)).to(x.dtype)
 
 
 def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.device, window: int = 0) -> Tensor:
-    """Boolean mask [1 or B, 1, S, S]: query row may look at key column (causal, same document, within the window)."""
+    """The mask of the reference's math for attention, boolean [1 or B, 1, S, S]: query row may look at key column
+    (causal, same document, within the window)."""
     causal_SS = torch.ones(num_positions, num_positions, dtype=torch.bool, device=device).tril()
     if window:
         causal_SS = causal_SS.triu(1 - window)
@@ -50,7 +51,7 @@ def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.
 
 
 def score_scale(q_BHSD: Tensor, scale: float | None) -> float:
-    """The factor of the scores: as given, or one over the square root of the width."""
+    """The reference's factor of attention's scores: as given, or one over the square root of the width."""
     return q_BHSD.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -63,7 +64,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention: see `ops.attention.ATTENTION`."""
+    """Attention by the reference's math: see `ops.attention.ATTENTION`."""
     high = wide(q_BHSD.dtype)
     group = q_BHSD.shape[1] // k_BHSD.shape[1]
     k = k_BHSD.repeat_interleave(group, dim=1).to(high)
@@ -77,8 +78,8 @@ def attention(
 def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0, queue: object = None
 ) -> TokenLosses:
-    """The loss of the output matrix: see `ops.loss.LINEAR_CROSS_ENTROPY`. Neither chunks nor gradients that wait:
-    autograd's."""
+    """The loss of the output matrix by the reference's math: see `ops.loss.LINEAR_CROSS_ENTROPY`. Neither chunks nor
+    gradients that wait: autograd's."""
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     high = wide(x_ND.dtype)
     logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T
@@ -88,13 +89,14 @@ def linear_cross_entropy(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, in FP32 inside."""
+    """SwiGLU by the reference's math: silu(gate) * up, in FP32 inside."""
     high = wide(gate.dtype)
     return (F.silu(gate.to(high)) * up.to(high)).to(gate.dtype)
 
 
 def rope(x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
-    """Rotary positions, halves rotated against each other (the Llama convention), in FP32 inside.
+    """Rotary positions by the reference's math, halves rotated against each other (the Llama convention), in FP32
+    inside.
 
     cos and sin are [B or 1, S, D/2] FP32.
     """
@@ -104,7 +106,7 @@ def rope(x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
 
 
 def newton_schulz(x_RC: Tensor, num_steps: int = 5) -> Tensor:
-    """Newton-Schulz iterations: see `ops.newton_schulz.NEWTON_SCHULZ`."""
+    """Newton-Schulz iterations by the reference's math: see `ops.newton_schulz.NEWTON_SCHULZ`."""
     x = x_RC.to(torch.bfloat16).to(wide(x_RC.dtype))
     x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=MUON_EPS)
     a, b, c = MUON_COEFFICIENTS

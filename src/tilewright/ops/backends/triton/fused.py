@@ -26,15 +26,15 @@ Copies = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def rms_norm_quantize(
     x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, power_of_two: bool = True
 ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-    """RMS norm, with its result quantised: see `ops.quantize`. x [..., D] FP32, BF16 or FP16 on a CUDA device (any
-    device in the interpreter)."""
+    """Fused in Triton: RMS norm, with its result quantised: see `ops.quantize`."""
     return _tiled(norm_quantize(x.reshape(-1, x.shape[-1]), weight_D, eps, spec.name, power_of_two), x, spec)
 
 
 def swiglu_quantize(
     gate: Tensor, up: Tensor, spec: FloatSpec, power_of_two: bool = True
 ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-    """SwiGLU, with its result quantised: see `ops.quantize`. gate, up [..., D] FP32, BF16 or FP16, of one dtype."""
+    """Fused in Triton: SwiGLU, with its result quantised: see `ops.quantize`. gate, up [..., D] FP32, BF16 or FP16, of
+    one dtype."""
     width = gate.shape[-1]
     copies = activation_quantize(gate.reshape(-1, width), up.reshape(-1, width), spec.name, power_of_two)
     return _tiled(copies, gate, spec)
@@ -63,7 +63,7 @@ def _outputs(x: Tensor) -> Copies:
 def norm_quantize(
     x: Tensor, weight: Tensor, eps: float, spec: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`Copies` of the normalised rows of x [N, D]."""
+    """Fused in Triton: `Copies` of the normalised rows of x [N, D]."""
     y, row, row_scale, column, column_scale = _outputs(x)
     tokens, width = x.shape
     if x.numel() == 0:
@@ -82,7 +82,7 @@ def norm_quantize(
 def activation_quantize(
     gate: Tensor, up: Tensor, spec: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`Copies` of silu(gate) * up, both [N, D]."""
+    """Fused in Triton: `Copies` of silu(gate) * up, both [N, D]."""
     y, row, row_scale, column, column_scale = _outputs(gate)
     tokens, width = gate.shape
     if gate.numel() == 0:

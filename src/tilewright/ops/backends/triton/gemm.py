@@ -18,7 +18,7 @@ from tilewright.ops.backends.triton.launch import INTERPRETED, has_fp8, raw, tri
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two quantised matrices: see `ops.gemm`.
+    """GEMM in Triton: multiply two quantised matrices: see `ops.gemm`.
 
     Args:
         a: [M, K] in tiles of 1x128, or with one scale.
@@ -44,7 +44,7 @@ def multiply_codes(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, a_spec: str, b_spec: str, b_rows: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The matmul. A scale of one element serves the whole operand."""
+    """GEMM of codes in Triton. A scale of one element serves the whole operand."""
     num_rows, num_summed = a.shape
     num_cols = b.shape[0]
     out = torch.empty((num_rows, num_cols), dtype=out_dtype, device=a.device)
@@ -75,7 +75,7 @@ def multiply_codes(
 
 @triton.jit
 def decode_bits(qdata, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """FP32 values of uint8 codes, see `formats.encode.decode`."""
+    """GEMM in Triton: FP32 values of uint8 codes, see `formats.encode.decode`."""
     wide = qdata.to(tl.int32)
     magnitude = wide & 0x7F
     dropped: tl.constexpr = 23 - MANTISSA
@@ -95,7 +95,7 @@ def decode_bits(qdata, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The operands of the product: the 8-bit floats themselves, or their values with 16 or 32 bits."""
+    """GEMM in Triton: the operands: the 8-bit floats themselves, or their values with 16 or 32 bits."""
     if DECODED == 0:
         return qdata
     elif DECODED == 16:
@@ -105,8 +105,9 @@ def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.const
 
 
 def rows_bucket(num_rows: int) -> int:
-    """The number on which the choice of a configuration depends instead of the rows: each expert and each batch has
-    other ones, and a choice takes tenths of a second. Of integers that torch.compile traces as symbols too.
+    """GEMM in Triton: the number on which the choice of a configuration depends instead of the rows: each expert and
+    each batch has other ones, and a choice takes tenths of a second. Of integers that torch.compile traces as symbols
+    too.
 
     Example:
         >>> [rows_bucket(rows) for rows in (1, 256, 257, 2048, 100_000)]

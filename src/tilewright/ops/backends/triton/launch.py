@@ -18,12 +18,13 @@ TILE = 128
 
 
 def num_tiles(length: int) -> int:
-    """Tiles along a dimension of so many elements."""
+    """Launch in Triton: tiles along a dimension of so many elements."""
     return (length + TILE - 1) // TILE
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """torch's wrapper, by which `torch.compile` sees a launch; interpreted kernels are launched as they are.
+    """Launch of Triton kernels by torch's wrapper, by which `torch.compile` sees a launch; interpreted kernels are
+    launched as they are.
 
     (torch 2.11's own refuses interpreted ones. The name is torch's because torch finds the kernels of an operation, for
     the key of its cache, by looking for calls of this name.)
@@ -42,19 +43,21 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device; (0, 0) where no such device can be asked (interpreter, tracing)."""
+    """For launching Triton, compute capability of a CUDA device; (0, 0) where no such device can be asked (interpreter,
+    tracing)."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return (0, 0)
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """True if the device converts to 8-bit floats and multiplies them (compute capability 8.9 and later)."""
+    """For launching Triton, true if the device converts to 8-bit floats and multiplies them (compute capability 8.9 and
+    later)."""
     return capability(device) >= (8, 9)
 
 
 def constants(spec: FloatSpec) -> dict[str, int]:
-    """The format as the kernels take it: see `encode.encode_tile`."""
+    """For launching Triton, the format as the kernels take it: see `encode.encode_tile`."""
     least, most = exponent_range(spec)
     max_mantissa = int((spec.max / 2.0**spec.max_exponent - 1) * 2**23)
     return {
@@ -67,5 +70,6 @@ def constants(spec: FloatSpec) -> dict[str, int]:
 
 
 def raw(x: Tensor) -> Tensor:
-    """x as the kernels take it: in the interpreter BF16 as int16, because its BF16 conversions are not exact."""
+    """For launching Triton, x as the kernels take it: in the interpreter BF16 as int16, because its BF16 conversions
+    are not exact."""
     return x.view(torch.int16) if INTERPRETED and x.dtype == torch.bfloat16 else x

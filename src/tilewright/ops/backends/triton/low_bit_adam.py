@@ -28,7 +28,7 @@ TINY_BITS = tl.constexpr(int(torch.tensor(quadratic_map.TINY).view(torch.int32))
 
 
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """AdamW with moments in 8 bits: see `ops.adam`."""
+    """Low-bit AdamW in Triton, with moments in 8 bits: see `ops.adam`."""
     target, low, weight = tensors.target, tensors.low, tensors.weight
     if weight is not None:
         kind, beside = (OF_BF16 if weight.dtype == torch.bfloat16 else OF_FP16), weight.view(torch.int16)
@@ -68,7 +68,7 @@ def _has_correction(bits):
 
 @triton.jit
 def _random_bits(element, stream):
-    """32 bits per element: `ops.backends.ref.adam.hash32`."""
+    """Random bits for low-bit AdamW in Triton: 32 per element: `ops.backends.ref.adam.hash32`."""
     x = element.to(tl.uint32) * 0x9E3779B9 + stream.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
@@ -83,7 +83,8 @@ def _decode(qdata, scale):
 
 @triton.jit
 def _encode(x, noise, STEPS: tl.constexpr):
-    """(int32 codes, scales [R, 1]) of FP32 values: `formats.quadratic_map.encode`, signed where STEPS is 127."""
+    """Encode moments of low-bit AdamW in Triton: (int32 codes, scales [R, 1]) of FP32 values:
+    `formats.quadratic_map.encode`, signed where STEPS is 127."""
     magnitude = _as_bits(x) & MAGNITUDE
     most = tl.max(magnitude, axis=1, keep_dims=True)
     seen = (most < INF_BITS) & (most >= TINY_BITS)

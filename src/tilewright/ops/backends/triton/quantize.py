@@ -34,8 +34,8 @@ ROWS, COLUMNS, BLOCKS = 1, 0, 2
 def quantize(
     x_MK: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool = True, noise: Tensor | None = None
 ) -> TiledTensor:
-    """Quantise a matrix: see `formats.quantize.quantize`. Codes are contiguous whatever x's strides are: a transposed
-    view is read as it lies, and its codes are stored turned; only other strides cost a copy of x.
+    """Quantise a matrix in Triton: see `formats.quantize.quantize`. Codes are contiguous whatever x's strides are: a
+    transposed view is read as it lies, and its codes are stored turned; only other strides cost a copy of x.
 
     Tiles other than 1x128, 128x1 and 128x128 take their scales from torch operations: two reads of x.
 
@@ -57,7 +57,7 @@ def quantize(
 
 
 def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> tuple[TiledTensor, TiledTensor]:
-    """Rows of x in 1x128 tiles, and rows of its transpose in 1x128 tiles, from one read of x.
+    """Quantise both in Triton: rows of x in 1x128 tiles, and rows of its transpose in 1x128 tiles, from one read of x.
 
     Args:
         x_MK: [M, K] FP32, BF16 or FP16.
@@ -72,7 +72,7 @@ def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> t
 
 
 def _axes(rows: int, cols: int) -> int | None:
-    """By integers: torch.compile does not trace a look-up by tile."""
+    """Axes of tiles for Triton's quantising, by integers: torch.compile does not trace a look-up by tile."""
     if (rows, cols) == (1, TILE):
         return ROWS
     if (rows, cols) == (TILE, 1):
@@ -81,19 +81,20 @@ def _axes(rows: int, cols: int) -> int | None:
 
 
 def _as_it_lies(x: Tensor) -> tuple[Tensor, bool]:
-    """x or its transpose, whichever lies row by row, and whether it is the transpose; else a copy of x."""
+    """For quantising in Triton, x or its transpose as it lies, whichever is row by row, and whether it is the
+    transpose; else a copy of x."""
     turned = x.T.is_contiguous() and not x.is_contiguous()
     return (x.T if turned else x.contiguous()), turned
 
 
 def scale_buffer(rows: int, tiles: int, like: Tensor) -> Tensor:
-    """FP32 [rows, tiles] with strides (1, rows), uninitialised."""
+    """Buffer of scales for quantising in Triton: FP32 [rows, tiles] with strides (1, rows), uninitialised."""
     return torch.empty(tiles, rows, dtype=torch.float32, device=like.device).T
 
 
 @triton_op("quantize_tiles")
 def quantize_tiles(x: Tensor, spec: str, axes: int, power_of_two: bool, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] and scales of tiles that run along `axes`."""
+    """Quantise tiles in Triton: codes [M, K] and scales of tiles that run along `axes`."""
     num_rows, num_cols = x.shape
     qdata = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
     grid_rows, grid_cols = num_tiles(num_rows), num_tiles(num_cols)
@@ -118,7 +119,8 @@ def quantize_tiles(x: Tensor, spec: str, axes: int, power_of_two: bool, noise: T
 
 @triton_op("quantize_rows_and_columns")
 def quantize_rows_and_columns(x: Tensor, spec: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes [M, K], scales [M, GK], codes of the transpose [K, M], scales [K, GM])."""
+    """Quantise rows and columns in Triton: (codes [M, K], scales [M, GK], codes of the transpose [K, M], scales [K,
+    GM])."""
     num_rows, num_cols = x.shape
     grid_rows, grid_cols = num_tiles(num_rows), num_tiles(num_cols)
     row = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
@@ -139,7 +141,7 @@ def quantize_rows_and_columns(x: Tensor, spec: str, power_of_two: bool) -> tuple
 def quantize_with_scales(
     x: Tensor, scale_inv: Tensor, spec: str, rows: int, cols: int, power_of_two: bool, noise: Tensor | None
 ) -> Tensor:
-    """Codes [M, K] under given scales, one for each `rows` x `cols` elements."""
+    """Quantise with scales in Triton: codes [M, K] under given ones, one for each `rows` x `cols` elements."""
     num_rows, num_cols = x.shape
     qdata = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
     if x.numel() == 0:
@@ -202,7 +204,8 @@ def store_codes(
     codes_ptr, qdata, first_row, first_col, num_rows, num_cols, code_stride_row, code_stride_col,
     BLOCK_M: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Store a block of BLOCK_M x 128 codes. TURNED: rows lie next to each other, so the block is turned before."""
+    """Store quantised codes in Triton: a block of BLOCK_M x 128. TURNED: rows lie next to each other, so the block is
+    turned before."""
     if TURNED:
         rows = first_row + tl.arange(0, BLOCK_M)[None, :]
         cols = first_col + tl.arange(0, 128)[:, None]
@@ -249,7 +252,7 @@ def store_rows(
     POW2: tl.constexpr, FAST: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Quantise some rows, 128 columns wide, in 1x128 tiles. `store_columns` mends what is not finite."""
+    """Quantise and store rows in Triton, 128 columns wide, in 1x128 tiles. `store_columns` mends what is not finite."""
     qdata, scale_inv, _ = encode_tile(  # pyright: ignore[reportGeneralTypeIssues]  # to Python its body never returns
         x, 0, 1, MANTISSA, BIAS, MAX_BITS, LEAST, MOST, POW2, False, FAST
     )  # fmt: skip
@@ -263,7 +266,7 @@ def store_columns(
     STEP: tl.constexpr, POW2: tl.constexpr, FAST: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Quantise the columns of a 128 x 128 block and store them transposed; then mend both copies.
+    """Quantise and store columns in Triton of a 128 x 128 block, transposed; then mend both copies.
 
     The block is read a second time, which the caches answer: holding it in registers instead leaves room for one
     program on a multiprocessor.
