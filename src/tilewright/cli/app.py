@@ -103,7 +103,7 @@ class CliState:
 
 
 def check_one_process(command: str) -> None:
-    """Few commands share their work among several processes; each would do all of any other.
+    """Check of the command line: few commands share their work among several processes; each would do all of any other.
 
     Raises:
         HardwareError: torchrun has started more than one.
@@ -168,12 +168,12 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line and ends the process with the exit code of what happened."""
+    """Main of the command line: runs it and ends the process with the exit code of what happened."""
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 
 def run(args: list[str]) -> int:
-    """Runs one command and returns the exit code; an internal error keeps its traceback."""
+    """Runs one command of the command line and returns the exit code; an internal error keeps its traceback."""
     state = CliState()
     env.tune_cpu_runtime()
     try:

@@ -69,7 +69,7 @@ class RecipeCommand(click.Command):
             raise self._explained(error, ctx) from error
 
     def _explained(self, error: click.NoSuchOption, ctx: click.Context) -> click.UsageError:
-        """The error with the nearest option or setting."""
+        """The error of a command with a recipe, with the nearest option or setting."""
         from tilewright.core.config import setting_names
 
         # Compared without the dashes, which make all short options look alike.
@@ -161,7 +161,7 @@ def verbosity(function: Function) -> Function:
 
 
 def open_in_browser(address: str) -> None:
-    """Open a page; where there is no browser that is said, with the address, and is no error."""
+    """Open a command's page in the browser; where there is none that is said, with the address, and is no error."""
     import webbrowser  # here, so that --help stays fast
 
     if not webbrowser.open(address):
@@ -169,7 +169,7 @@ def open_in_browser(address: str) -> None:
 
 
 def is_verbose() -> bool:
-    """True where the command was given `-v`."""
+    """True where the command was verbose: given `-v`."""
     return log.get_logger(log.ROOT).isEnabledFor(logging.INFO)
 
 
@@ -189,7 +189,8 @@ def print_json(value: object) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on standard output, whatever the verbosity: fitted to a terminal, else one whole line per row."""
+    """Show a command's table on standard output, whatever the verbosity: fitted to a terminal, else one whole line per
+    row."""
     for line in lay_out(columns, rows, env.columns()):
         click.echo(line)
 
@@ -200,12 +201,12 @@ def echo(text: str = "", hang: int = 2) -> None:
 
 
 def show_dicts(rows: Sequence[dict[str, Any]]) -> None:
-    """A table of equal dicts, one column a key."""
+    """Show a command's table of equal dicts, one column a key."""
     show_table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
 
 
 def _cell(value: Any) -> str:
-    """Pairs as `name: text; ...`, other lists as a shape, everything else as it prints."""
+    """A cell of a command's table: pairs as `name: text; ...`, other lists as a shape, everything else as it prints."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
         return "; ".join(": ".join(map(str, pair)) for pair in value)
     if isinstance(value, list | tuple):
@@ -214,7 +215,7 @@ def _cell(value: Any) -> str:
 
 
 def write_answer(option: str, path: str, text: str, *, quiet: bool) -> None:
-    """Write a file that an option asks for, whole or not at all, and say so.
+    """Write a file that a command's option asks for, whole or not at all, and say so.
 
     Args:
         option: its name, as `--html`.

@@ -13,7 +13,7 @@ from tilewright.core.log import wrap_text
 
 
 def print_error(error: TilewrightError) -> None:
-    """Print an error on standard error, in colour on a terminal."""
+    """Print the text of an error on standard error, in colour on a terminal."""
     for number, problem in enumerate(error.problems):
         if number:
             click.echo("", err=True)
@@ -27,7 +27,8 @@ def print_error(error: TilewrightError) -> None:
 
 
 def print_once(error: TilewrightError) -> None:
-    """`print_error`; of the ranks that torchrun started only by one, where all of them met the same error."""
+    """The text of an error once: `print_error`; of the ranks that torchrun started only by one, where all of them met
+    the same error."""
     ranks = env.ranks()
     if ranks.world > 1:
         from tilewright.parallel.liveness.ending import prints  # torch, so only where there are ranks
@@ -44,7 +45,8 @@ def print_once(error: TilewrightError) -> None:
 
 
 def is_of_others(error: RuntimeError) -> bool:
-    """True where a rank failed because another one had, which is said; that one prints what happened."""
+    """For the text of an error, true where a rank failed because another one had, which is said; that one prints what
+    happened."""
     ranks = env.ranks()
     if ranks.world == 1:
         return False
@@ -58,13 +60,14 @@ def is_of_others(error: RuntimeError) -> bool:
 
 
 def _color() -> bool | None:
-    """False under NO_COLOR, else click's own choice: colour on a terminal."""
+    """Colour of an error's text: false under NO_COLOR, else click's own choice: colour on a terminal."""
     return False if env.no_color() else None
 
 
 @contextmanager
 def told_without_settings(try_: str, where: str) -> Iterator[None]:
-    """Errors from within do not tell a user to change a setting that the command does not have.
+    """An error's text without settings: errors from within do not advise a user to change one that the command does not
+    have.
 
     Args:
         try_: what to do instead, where all that an error proposes are settings.

@@ -48,7 +48,7 @@ class Reopened:
 
 
 def reopen(run: Path, device: str = "auto", *, rounded: bool = True, threads: int | None = None) -> Reopened:
-    """The model of a run folder, in evaluation mode.
+    """Load the model of a run folder, in evaluation mode.
 
     Args:
         run: its folder.
@@ -71,7 +71,8 @@ def reopen(run: Path, device: str = "auto", *, rounded: bool = True, threads: in
 def _trained_model(
     run: Path, recipe: Recipe, machine: Machine, vocab_size: int, *, rounded: bool, threads: int | None = None
 ) -> tuple[Model, Path]:
-    """The model with the weights of the newest checkpoint, in evaluation mode, and that checkpoint."""
+    """Load the trained model of a run with the weights of the newest checkpoint, in evaluation mode, and that
+    checkpoint."""
     torch.set_num_threads(threads or recipe.run.threads or machine.physical_cores)
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
     plain = recipe.model_copy(update={"model": section})
@@ -87,7 +88,7 @@ def _trained_model(
 def open_to_export(
     run: Path, without_tokenizer: bool = False, method: Method = "auto", normalized_text: bool = False
 ) -> ExportSource:
-    """A run as `export` takes it, adapters merged. A run that has not finished is said to be one.
+    """Load a run as `export` takes it, adapters merged. A run that has not finished is said to be one.
 
     Args:
         run: its folder.
@@ -110,7 +111,7 @@ def open_to_export(
 
 
 def open_to_compress(name: str, typed: Sequence[str] = ()) -> ExportSource:
-    """A run or a model as `compress` takes it.
+    """Load a run or a model as `compress` takes it.
 
     Args:
         name: a run folder or its name below `runs`; else a folder of Hugging Face's layout, or a model of the hub.
@@ -140,7 +141,7 @@ def open_to_compress(name: str, typed: Sequence[str] = ()) -> ExportSource:
 
 
 def check_named(name: str, *files: str) -> None:
-    """Raise where a name that is no run is no model either.
+    """Check a name before a run is loaded: raise where one that is no run is no model either.
 
     Args:
         name: of a command line.

@@ -11,12 +11,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def model_argument(function: Function) -> Function:
-    """A run or a model, `runs/latest` where it is left out."""
+    """The argument of a model's command: a run or a model, `runs/latest` where it is left out."""
     return click.argument("name", default="runs/latest", metavar="[RUN_OR_MODEL]")(function)
 
 
 def model_options(function: Function) -> Function:
-    """`--dtype`, `--device`, `--threads` and `--chat-template`, under the names of `open_model`'s arguments."""
+    """A model's options: `--dtype`, `--device`, `--threads` and `--chat-template`, under the names of `open_model`'s
+    arguments."""
     function = click.option(
         "--chat-template", default="", help="Template in place of the model's own: chatml, or a .jinja file."
     )(function)
@@ -38,7 +39,7 @@ def model_options(function: Function) -> Function:
 
 
 def threads_option(function: Function) -> Function:
-    """`--threads`."""
+    """A model's option `--threads`."""
     return click.option(
         "--threads",
         type=THREADS,
@@ -47,7 +48,7 @@ def threads_option(function: Function) -> Function:
 
 
 def sampling_options(*, temperature: float, top_k: int) -> Callable[[Function], Function]:
-    """`--temperature` and `--top-k`, with these defaults."""
+    """A model's options of sampling: `--temperature` and `--top-k`, with these defaults."""
 
     def add(function: Function) -> Function:
         function = click.option(

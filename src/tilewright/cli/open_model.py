@@ -70,7 +70,7 @@ class OpenModel:
 def open_model(
     name: str, *, device: str = "auto", dtype: Dtype = "auto", chat_template: str = "", threads: int | None = None
 ) -> OpenModel:
-    """The model that a command names: RUN or MODEL.
+    """Open the model that a command names: RUN or MODEL.
 
     Args:
         name: a run folder or its name below `runs`, a Hugging Face folder, the folder of an adapter, or
@@ -144,7 +144,8 @@ def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: s
 
 
 def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str, threads: int | None) -> OpenModel:
-    """The base that an adapter names, with the adapter on it; tokenizer and template are those beside the adapter."""
+    """Open an adapter: the base that it names, with the adapter on it; tokenizer and template are those beside the
+    adapter."""
     config = read_json(folder, ADAPTER)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
@@ -182,7 +183,8 @@ def _chat(folder: Path, tokenizer: Tokenizer, chosen: str) -> ChatTemplate | Non
 
 
 def _cast_params(model: Model, dtype: torch.dtype) -> None:
-    """Buffers (rotary tables, a router's biases, an FP8 base) stay as they are, as transformers keeps them."""
+    """Cast the parameters of an opened model: buffers (rotary tables, a router's biases, an FP8 base) stay as they are,
+    as transformers keeps them."""
     for param in model.parameters():
         param.data = param.data.to(dtype)
 

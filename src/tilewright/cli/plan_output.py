@@ -14,7 +14,8 @@ from tilewright.training.planning.minutes import expected_steps, length_in_words
 
 
 def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:
-    """Verdict, what is done with each kind of layers, bytes by owner and phase, seconds by part, notes.
+    """Output of a plan: verdict, what is done with each kind of layers, bytes by owner and phase, seconds by part,
+    notes.
 
     Args:
         plan: what is shown.
@@ -81,7 +82,7 @@ def _cell(size: float) -> str:
 
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Table of the plan of each kind of layers: columns and rows."""
+    """Output of a plan by layers: table of each kind: columns and rows."""
     columns = ["layers", "number", "parameters", "states", "activations", "chunks", "each takes"]
     known, rows = not plan.shape.unknown, []
     for row in plan.rows:
@@ -96,7 +97,7 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Table of the ranks' parts of the model: columns and rows."""
+    """Output of a plan by ranks: table of their parts of the model: columns and rows."""
     rows = []
     for row in plan.ranks:
         sizes = row.parameters, row.gradients, row.optimizer
@@ -105,7 +106,8 @@ def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def communication(plan: Plan) -> str:
-    """Bytes that a rank exchanges in a step, by collective, and their seconds where these are known."""
+    """Output of a plan's communication: bytes that a rank exchanges in a step, by collective, and their seconds where
+    these are known."""
     sent = plan.traffic
     kinds = {"all-gather": sent.gather, "reduce-scatter": sent.scatter, "all-reduce": sent.reduce}
     kinds |= {"all-to-all": sent.exchange}
@@ -119,7 +121,7 @@ def _energy_of(plan: Plan) -> PlannedEnergy | None:
 
 
 def numbers(plan: Plan) -> dict[str, str]:
-    """Numbers by which plans are compared."""
+    """Output of a plan's numbers, by which plans are compared."""
     return {
         "parameters": format_count(plan.shape.num_parameters),
         "step": "not known" if plan.shape.unknown else format_seconds(plan.step_s),
@@ -131,7 +133,7 @@ def numbers(plan: Plan) -> dict[str, str]:
 
 
 def settings_in_words(found: Mapping[str, Any]) -> dict[str, str]:
-    """Settings with their units."""
+    """Output of a plan's settings in words, with their units."""
     tile = "memory.loss_chunk_bytes"
     return {name: format_bytes(value) if name == tile else str(value) for name, value in found.items()}
 
@@ -139,7 +141,7 @@ def settings_in_words(found: Mapping[str, Any]) -> dict[str, str]:
 def to_json(
     plan: Plan, told: Advice = NOTHING, other: Mapping[str, str] | None = None, curve: Sequence[Plan] = ()
 ) -> dict[str, Any]:  # fmt: skip
-    """Contents of the tables, as plain types; None where they are not known."""
+    """Output of a plan as JSON: contents of the tables, as plain types; None where they are not known."""
     known, faster, energy = not plan.shape.unknown, told.faster, _energy_of(plan)
     return {
         "verdict": plan.verdict,

@@ -26,7 +26,7 @@ _KINDS = dict.fromkeys(("fp8_tile", "fp8_hybrid"), ("tiles", "fp8")) | {"fp8_ten
 
 
 def module_table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
-    """Kinds of modules, and the reasons that the last column numbers.
+    """Table of a run's modules: their kinds, and the reasons that the last column numbers.
 
     Args:
         rows: of precision.json.
@@ -48,7 +48,7 @@ def module_table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
 
 
 def kernels_in_use(kernels: Sequence[Row], modules: Sequence[Row], moments: str) -> list[Row]:
-    """Rows of the operations and operand formats that a run uses.
+    """Table of a run's kernels in use: rows of the operations and operand formats that it uses.
 
     Args:
         kernels: of machine.json: one row per operation and case, see `ops.kernels.Kernels.explain`.
@@ -71,7 +71,8 @@ def kernels_in_use(kernels: Sequence[Row], modules: Sequence[Row], moments: str)
 
 
 def chosen_table(kernels: Sequence[Row]) -> Table:
-    """One row per operation, device and chosen kernel, its operand formats together; no device where there is one."""
+    """Table of a run's chosen kernels: one row per operation, device and kernel, its operand formats together; no
+    device where there is one."""
     groups = _grouped(kernels, lambda row: ())
     if len({device for (_, device, _), _ in groups}) == 1:
         return ("operation", "formats", "kernel"), [(op, formats, chosen) for (op, _, chosen), formats in groups]
@@ -81,8 +82,8 @@ def chosen_table(kernels: Sequence[Row]) -> Table:
 
 
 def candidate_table(kernels: Sequence[Row]) -> Table:
-    """One row per operation, device and chosen kernel, with the reasons against the candidates before the chosen
-    one."""
+    """Table of a run's candidates: one row per operation, device and chosen kernel, with the reasons against the
+    candidates before the chosen one."""
 
     def reasons(row: Row) -> tuple[str, ...]:
         return ("; ".join(f"{name}: {reason}" for name, reason in row["rejected"]),)
@@ -94,7 +95,8 @@ def candidate_table(kernels: Sequence[Row]) -> Table:
 
 
 def _grouped(kernels: Iterable[Row], more: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Operation, device, chosen kernel and `more` of the row, each with the operand formats of all such rows."""
+    """Rows of a run's table of kernels, grouped: operation, device, chosen kernel and `more` of the row, each with the
+    operand formats of all such rows."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in kernels:
         device, dtype, *kind = str(row["case"]).split()

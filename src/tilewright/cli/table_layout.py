@@ -15,7 +15,7 @@ _BREAK = re.compile(r"(?<=[./,])(?=[A-Za-z{])")
 
 
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Lines of a table, the heading first.
+    """Layout of a table: its lines, the heading first.
 
     Args:
         columns: headings.
@@ -58,12 +58,12 @@ def _line(row: Sequence[str], widths: Sequence[int], gap: str = _GAP) -> str:
 
 
 def _pieces(cell: str) -> list[str]:
-    """Parts of a cell that stay whole."""
+    """Pieces of a table's cell that stay whole in the layout."""
     return [piece for word in cell.split() for piece in _BREAK.split(word)] or [""]
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    """Lines of a cell."""
+    """Wrapped lines of a table's cell in the layout."""
     lines = [""]
     for word in cell.split():
         for number, piece in enumerate(_BREAK.split(word)):
@@ -76,7 +76,8 @@ def _wrapped(cell: str, width: int) -> list[str]:
 
 
 def _shared(least: Sequence[int], natural: Sequence[int], width: int) -> list[int]:
-    """Widths of the columns: all get what they need at least, and those that need little more get all of it."""
+    """Shared widths of the columns in a table's layout: all get what they need at least, and those that need little
+    more get all of it."""
     widths, rest = list(least), width - sum(least)
     order = sorted(range(len(least)), key=lambda i: natural[i] - least[i])
     for done, i in enumerate(order):
@@ -87,7 +88,8 @@ def _shared(least: Sequence[int], natural: Sequence[int], width: int) -> list[in
 
 
 def _block(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """One row as its first cell and a line for each other cell, without those that have nothing."""
+    """A block in a table's layout: one row as its first cell and a line for each other cell, without those that have
+    nothing."""
     lines = _wrapped(row[0], width) if row[0] else []
     label = max(map(len, columns[1:]), default=0)
     for name, cell in zip(columns[1:], row[1:], strict=True):

@@ -26,7 +26,7 @@ class FileEntry(TypedDict):
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, onto the disk."""
+    """Atomic IO: force a file's bytes, or a folder's entries, onto the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -35,7 +35,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old one or the new one.
+    """Atomic IO: write a small file so that a crash leaves the old one or the new one.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; the old file is still there.
@@ -50,7 +50,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """XXH3-128 of a file, in hexadecimal, read in 4 MiB pieces."""
+    """Hash for atomic IO: XXH3-128 of a file, in hexadecimal, read in 4 MiB pieces."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -59,7 +59,7 @@ def hash_file(path: Path) -> str:
 
 
 def file_entries(folder: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
-    """Size and hash of files of a folder, by their names in it."""
+    """Entries of a manifest for atomic IO: size and hash of files of a folder, by their names in it."""
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
         for path in sorted(paths)
@@ -67,19 +67,20 @@ def file_entries(folder: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
 
 
 def write_entries(folder: Path, entries: Mapping[str, FileEntry]) -> int:
-    """Write a folder's manifest; returns the bytes of its files together."""
+    """Write a folder's manifest for atomic IO; returns the bytes of its files together."""
     write_whole(folder / MANIFEST, json.dumps({"files": dict(sorted(entries.items()))}, indent=1))
     return sum(entry["bytes"] for entry in entries.values())
 
 
 def write_manifest(folder: Path) -> int:
-    """Record size and hash of every file in `folder`; returns their bytes together."""
+    """Write a manifest for atomic IO: record size and hash of every file in `folder`; returns their bytes together."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
     return write_entries(folder, file_entries(folder, paths))
 
 
 def check_manifest(folder: Path) -> str | None:
-    """None where every file is there with the hash it was written with, else what is wrong first."""
+    """Check a manifest of atomic IO: None where every file is there with the hash it was written with, else what is
+    wrong first."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, entry in files.items():
@@ -101,12 +102,13 @@ def check_manifest(folder: Path) -> str | None:
 
 
 def listed_files(folder: Path) -> set[str]:
-    """Names of the files in a manifest that `check_manifest` has found right."""
+    """Names of the files in a manifest of atomic IO that `check_manifest` has found right."""
     return set(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder and what is in it; what another process removes at the same time, all of it included, is fine.
+    """Remove a folder atomically enough: delete it and what is in it; what another process removes at the same time,
+    all of it included, is fine.
 
     Raises:
         OSError: it, or something in it, cannot be removed, or it is no folder.
@@ -119,7 +121,7 @@ def remove_folder(path: Path) -> None:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, after its files and entries are on the disk.
+    """Publish a folder atomically: give a finished one its name, after its files and entries are on the disk.
 
     Raises:
         OSError: the folder cannot be synced or renamed; nothing is at `final` then.

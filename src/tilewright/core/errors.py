@@ -33,7 +33,8 @@ class Problem:
     where: str = ""
 
     def lines(self) -> list[str]:
-        """The problem as aligned text lines, the empty parts left out; long ones cut, control characters escaped."""
+        """The problem of an error as aligned text lines, the empty parts left out; long ones cut, control characters
+        escaped."""
         parts = [("where", self.where), ("got", self.got), ("need", self.need), ("try", self.try_)]
         body = []
         for label, text in parts:
@@ -55,7 +56,8 @@ def _screen_line(line: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with what no line of text holds escaped: what ends it or moves the cursor, or is no UTF-8.
+    """Printable text of an error: `text` with what no line of text holds escaped: what ends it or moves the cursor, or
+    is no UTF-8.
 
     Example:
         >>> printable("caf\\udce9\\n"), printable("café")

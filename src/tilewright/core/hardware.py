@@ -90,11 +90,11 @@ class Machine:
     """Variables by which torch may not use all that the CPU has, as "NAME=value"."""
 
     def cpu_multiplies(self, dtype: "torch.dtype") -> bool:
-        """True if the CPU has matrix or dot-product instructions for operands of this dtype."""
+        """True if the machine's CPU has matrix or dot-product instructions for operands of this dtype."""
         return cpu_multiplies(dtype, self.cpu_features)
 
     def shared_by(self, processes: int) -> "Machine":
-        """Share of this machine that each process of one run has: a share of cores and host memory. Of a GPU
+        """Share of this machine's hardware that each process of one run has: a share of cores and host memory. Of a GPU
         each has its own.
 
         Example:
@@ -114,7 +114,7 @@ class Machine:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Plain types for machine.json."""
+        """The machine's hardware as plain types for machine.json."""
         return {**asdict(self), "cpu_features": sorted(self.cpu_features)}
 
 
@@ -131,7 +131,7 @@ class Fp8Choice:
 
 
 def fp8_choice(machine: Machine) -> Fp8Choice:
-    """How 8-bit matmuls run on a machine. `doctor` prints it; which kernel runs is decided in `ops`.
+    """How 8-bit matmuls run on a machine's hardware. `doctor` prints it; which kernel runs is decided in `ops`.
 
     Example:
         >>> from dataclasses import replace
@@ -160,14 +160,15 @@ def fp8_choice(machine: Machine) -> Fp8Choice:
 
 
 def _multiplied_format(machine: Machine) -> str:
-    """Dtype to which a CPU decodes 8-bit operands."""
+    """Dtype to which the hardware's CPU decodes 8-bit operands."""
     import torch
 
     return "BF16" if machine.cpu_multiplies(torch.bfloat16) else "FP32 (the CPU has no BF16 instructions)"
 
 
 def cpu_class(features: Collection[str]) -> str:
-    """Name of a CPU's class, by what decides the speed of its 8- and 16-bit matmuls and how 8-bit ones are summed.
+    """Class of the hardware: name of a CPU's, by what decides the speed of its 8- and 16-bit matmuls and how 8-bit ones
+    are summed.
 
     Args:
         features: as in `Machine.cpu_features`.
@@ -186,7 +187,7 @@ def cpu_class(features: Collection[str]) -> str:
 
 
 def detect_machine(device: str = "auto") -> Machine:
-    """Reads the facts of this machine.
+    """Detect the hardware: reads the facts of this machine.
 
     Args:
         device: "auto" takes a CUDA GPU where there is one, "cpu" never looks for one, "cuda" insists.
@@ -222,7 +223,8 @@ def detect_machine(device: str = "auto") -> Machine:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """Vector instruction sets of the CPU that torch may use. Empty where the system has no /proc/cpuinfo.
+    """Features of the hardware: vector instruction sets of the CPU that torch may use. Empty where the system has no
+    /proc/cpuinfo.
 
     ONEDNN_MAX_CPU_ISA limits those of matmuls, ATEN_CPU_CAPABILITY all others: kernels are chosen, compiled and planned
     as on a CPU that lacks the rest. Values that oneDNN and ATen ignore limit nothing. On ARM neither does.
@@ -232,7 +234,8 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, st
 
 
 def cpu_limits(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The variables, as "NAME=value", by which torch may not use all vector instruction sets that the CPU has."""
+    """Limits of the hardware: the variables, as "NAME=value", by which torch may not use all vector instruction sets
+    that the CPU has."""
     features, limits = _cpu_flags(cpuinfo), (env.matmul_limit(environ), env.vector_limit(environ))
     return tuple(f"{name}={value}" for name, value in limits if name and _barred(features, {name: value}))
 
@@ -246,7 +249,7 @@ def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
 
 
 def _barred(features: frozenset[str], environ: Mapping[str, str] | None) -> frozenset[str]:
-    """Of these features, those that torch may not use."""
+    """Of these features of the hardware, those that torch may not use."""
     of_matmuls = frozenset(flag for flag in features if flag.startswith(_MATMUL_PREFIXES))
     left = _MATMUL_LIMITS.get(env.matmul_limit(environ)[1], of_matmuls)
     taken = _VECTOR_LIMITS.get(env.vector_limit(environ)[1], ())
@@ -254,13 +257,14 @@ def _barred(features: frozenset[str], environ: Mapping[str, str] | None) -> froz
 
 
 def cpu_multiplies(dtype: "torch.dtype", features: frozenset[str]) -> bool:
-    """True if a CPU with these features multiplies operands of this dtype itself. FP32 and FP64: every CPU."""
+    """True if hardware, a CPU with these features, multiplies operands of this dtype itself. FP32 and FP64: every
+    CPU."""
     units = _CPU_UNITS.get(str(dtype).removeprefix("torch."))
     return units is None or bool(units & features)
 
 
 def find_cxx_compiler() -> str | None:
-    """Path of the C++ compiler: `CXX` first (None where that is not there), else g++, clang++, c++."""
+    """Path of the machine's C++ compiler: `CXX` first (None where that is not there), else g++, clang++, c++."""
     asked = env.compiler()
     if asked:
         return shutil.which(asked.split()[0])
@@ -288,7 +292,7 @@ def _no_cuda() -> HardwareError:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a file of the operating system; empty where there is none."""
+    """Lines of a file of the operating system about hardware; empty where there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -304,7 +308,8 @@ def _cpu_name() -> str:
 
 
 def _cgroup_dirs() -> list[Path]:
-    """Folders of this process's cgroup v2, from its own up to the root; limits of all of them apply."""
+    """For the hardware's limits, folders of this process's cgroup v2, from its own up to the root; limits of all of
+    them apply."""
     root = Path("/sys/fs/cgroup")
     own = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), "/")
     folder = root / own.lstrip("/")
@@ -320,7 +325,8 @@ def _host_memory_bytes() -> int:
 
 
 def _physical_cores() -> int:
-    """Cores of the affinity mask with hyper-threads counted once, but no more than the CPU quota."""
+    """Physical cores of the hardware: those of the affinity mask with hyper-threads counted once, but no more than the
+    CPU quota."""
     if hasattr(os, "sched_getaffinity"):
         mask = os.sched_getaffinity(0)
         topology = Path("/sys/devices/system/cpu")
@@ -338,7 +344,8 @@ def _physical_cores() -> int:
 
 
 def _versions(cuda: str | None) -> dict[str, str]:
-    """Versions of what numbers depend on. A package that is not installed is left out; none is imported."""
+    """Versions beside the hardware's facts, of what numbers depend on. A package that is not installed is left out;
+    none is imported."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     found |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     if cuda is not None:

@@ -11,7 +11,8 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The value with None for each number in it that no double holds: NaN, infinite, or an integer too large.
+    """Finite value for JSON: with None for each number in it that no double holds: NaN, infinite, or an integer too
+    large.
 
     Mappings and sequences are copied as dicts and lists; everything else comes back as it is.
 

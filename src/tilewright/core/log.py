@@ -21,12 +21,12 @@ QUIET_S = 25.0
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger below `tilewright`; `name` is usually `__name__`."""
+    """A logger of the log below `tilewright`; `name` is usually `__name__`."""
     return logging.getLogger(name if name == ROOT or name.startswith(ROOT + ".") else f"{ROOT}.{name}")
 
 
 def configure(verbosity: int = 0, quiet: bool = False) -> None:
-    """Sets level and handler of our loggers, for the command line only.
+    """Configure the log: sets level and handler of our loggers, for the command line only.
 
     Args:
         verbosity: 0 warnings, 1 decisions (INFO), 2 and more details (DEBUG).
@@ -43,7 +43,7 @@ def configure(verbosity: int = 0, quiet: bool = False) -> None:
 
 
 def wrap_text(text: str, columns: int | None, hang: int = 2) -> str:
-    """Text in lines that are not longer than `columns`; None: as it is.
+    """Wrap text of the log in lines that are not longer than `columns`; None: as it is.
 
     Lines break between words, those of progress after ` |`. The text after a break is indented by `hang` columns more
     than its line. A word that is longer than a line stays whole, since it may be a path.
@@ -75,7 +75,7 @@ def wrap_text(text: str, columns: int | None, hang: int = 2) -> str:
 
 
 def say(what: object = "", *, error: bool = False) -> None:
-    """Prints text or a rich renderable: rich on a terminal, plain text otherwise.
+    """Say beside the log: prints text or a rich renderable: rich on a terminal, plain text otherwise.
 
     Args:
         what: a string (no markup is read in it) or anything rich can print, such as a `rich.table.Table`.
@@ -116,13 +116,14 @@ class Pulse:
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True) if on else None
 
     def at(self, what: Callable[[], str] | str, *, said: bool = True) -> None:
-        """Something else begins: a phrase, or what gives one; empty while another one speaks. `said`: in a line."""
+        """The log's pulse at something else that begins: a phrase, or what gives one; empty while another one speaks.
+        `said`: in a line."""
         self._what = what
         if said:
             self.said()
 
     def said(self) -> None:
-        """Something was said, or begins, just now."""
+        """The log's pulse after something was said, or begins, just now."""
         self._last = time.monotonic()
         self._next = self._last + self._every_s
 

@@ -84,7 +84,7 @@ class MemoryPlan:
         mlp_chunks: int = 1,
         attention_block: int = 0,
     ) -> "MemoryPlan":
-        """A plan that treats all layers alike; both ends are stored where the layers are."""
+        """A memory plan that treats all layers alike; both ends are stored where the layers are."""
         layer = LayerMemory(
             parameters=parameters,
             states=states,
@@ -101,7 +101,7 @@ class MemoryPlan:
 
 
 def memory_plan_of(recipe: Recipe, num_layers: int) -> MemoryPlan:
-    """Plan from a recipe's settings alone: the same for all layers."""
+    """The memory plan from a recipe's settings alone: the same for all layers."""
     memory = recipe.memory
     parameters, states, inputs = memory.tiers if memory.can.offload else ("device",) * 3
     kept = KIND_OF[recipe.train.activation_checkpoint] if memory.can.activation_checkpoint else "recompute"

@@ -43,7 +43,7 @@ class LinearRow:
 
     @property
     def content(self) -> "RowContent":
-        """The row's entries without zeros, and its bounds."""
+        """Content of a row of a linear program (MIP): entries without zeros, and its bounds."""
         return tuple((place, value) for place, value in self.entries.items() if value), self.lower, self.upper
 
 
@@ -68,7 +68,8 @@ def minimise(
     nodes: int = NODES,
     patience_s: float = PATIENCE_S,
 ) -> Solution | None:
-    """The cheapest values that hold all constraints; None where there are none. Equal programs are solved once.
+    """Minimise a linear program with whole numbers (MIP): the cheapest values that hold all constraints; None where
+    there are none. Equal programs are solved once.
 
     Args:
         columns: variables.

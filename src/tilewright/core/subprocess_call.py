@@ -27,7 +27,7 @@ def call_module(
     on_start: Callable[["subprocess.Popen[str]"], object] = lambda _: None,
     **arguments: object,
 ) -> Any:
-    """Run `python -m module`, which calls `answer`.
+    """Call a subprocess: run `python -m module`, which calls `answer`.
 
     Args:
         module: its full name.
@@ -62,7 +62,7 @@ class ModuleWorker:
         self._child: subprocess.Popen[str] | None = None
 
     def call(self, **arguments: object) -> Any:
-        """Call a function in the process: see `call_module`."""
+        """Call a function in the subprocess: see `call_module`."""
         if self._child is None:
             self._child = _started(self._module, arguments, stays=True)
             weakref.finalize(self, _end, self._child)
@@ -94,7 +94,7 @@ def _started(
 
 
 def _read(child: "subprocess.Popen[str]", on_line: Callable[[str], object], *, once: bool = False) -> dict[str, Any]:
-    """The last answer of a child, up to its end; the first one, where it stays."""
+    """Read a subprocess: its last answer, up to its end; the first one, where it stays."""
     found: dict[str, Any] = {}
     assert child.stdout is not None
     for line in child.stdout:
@@ -108,14 +108,14 @@ def _read(child: "subprocess.Popen[str]", on_line: Callable[[str], object], *, o
 
 
 def _end(child: "subprocess.Popen[str]") -> None:
-    """Let a child that stays see the end of its requests, and wait until it is gone."""
+    """End a subprocess that stays: let it see the end of its requests, and wait until it is gone."""
     assert child.stdin is not None
     with child, suppress(BrokenPipeError):  # it has ended, and did not read all
         child.stdin.close()
 
 
 def _result(module: str, child: "subprocess.Popen[str]", found: dict[str, Any]) -> Any:
-    """The answer of a child.
+    """Result of a subprocess: its answer.
 
     Raises:
         TilewrightError, HardwareError: see `call_module`.
@@ -136,8 +136,8 @@ def _result(module: str, child: "subprocess.Popen[str]", found: dict[str, Any]) 
 
 
 def answer(function: Callable[..., object]) -> None:
-    """In the child: call `function` with the arguments of `call_module`, and print its result or error as JSON; of a
-    `ModuleWorker` with those of each call, until there are no more."""
+    """In the subprocess: call `function` with the arguments of `call_module`, and print its result or error as JSON; of
+    a `ModuleWorker` with those of each call, until there are no more."""
     request = json.loads(sys.argv[1])
     configure()
     get_logger(ROOT).setLevel(request["level"])
@@ -153,6 +153,7 @@ def answer(function: Callable[..., object]) -> None:
 
 
 def answer_error(error: TilewrightError) -> None:
-    """In the child: print an error as `call_module` reads it, of a class of our own as its nearest one in `errors`."""
+    """In the subprocess: print an error as `call_module` reads it, of a class of our own as its nearest one in
+    `errors`."""
     name = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     print(json.dumps({"error": name, "problems": [asdict(problem) for problem in error.problems]}), flush=True)

@@ -17,7 +17,7 @@ HARD_SPACE = "\0"
 
 
 def bind_units(text: str) -> str:
-    """Text with hard spaces between numbers and their units, so that `14.1 ms` stays on one line.
+    """Bind units in text with hard spaces between numbers and their units, so that `14.1 ms` stays on one line.
 
     Example:
         >>> bind_units("14.1 ms of 3 steps, 1.22 GiB").split()
@@ -64,7 +64,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_budget(count: float) -> str:
-    """Bytes that are enough, as people type a size: rounded up.
+    """Bytes that are enough in a unit, as people type a size: rounded up.
 
     Example:
         >>> format_budget(1.001 * 2**30), format_budget(500 * 2**20)
@@ -76,7 +76,7 @@ def format_budget(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count with an SI suffix: parameters, tokens, FLOP.
+    """A count with a unit, an SI suffix: parameters, tokens, FLOP.
 
     Example:
         >>> format_count(46_936_576), format_count(512), format_count(0.4711)
@@ -108,7 +108,7 @@ def perplexity(loss: float) -> float:
 
 
 def format_perplexity(loss: float) -> str:
-    """The perplexity of a loss in nats, as a power of e where a double does not hold it.
+    """The perplexity of a loss in nats for display, as a power of e where a double does not hold it.
 
     Example:
         >>> format_perplexity(3.0), format_perplexity(345_341.0), format_perplexity(1e300)
@@ -131,7 +131,7 @@ def bits_per_byte(loss_sum: float, num_bytes: int) -> float:
 
 
 def format_bits(value: float) -> str:
-    """Bits per byte with three decimals.
+    """Bits per byte for display with three decimals.
 
     Example:
         >>> format_bits(1.71551), format_bits(345_341.25)
@@ -141,7 +141,7 @@ def format_bits(value: float) -> str:
 
 
 def format_loss(loss: float) -> str:
-    """A loss with four decimals, or fewer where it is so large that they say nothing.
+    """A loss for display with four decimals, or fewer where it is so large that they say nothing.
 
     Example:
         >>> format_loss(2.71828), format_loss(345_341.25), format_loss(1e300), format_loss(float("nan"))
@@ -153,7 +153,7 @@ def format_loss(loss: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """A share of one in percent. What is not nothing is not shown as nothing, and not all not as all.
+    """A share of one for display in percent. What is not nothing is not shown as nothing, and not all not as all.
 
     Example:
         >>> format_share(0.704), format_share(0.0004), format_share(0), format_share(0.99999), format_share(1)
@@ -199,7 +199,7 @@ def format_joules(joules: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as people say it. What is not zero is not shown as zero.
+    """A duration in units as people say it. What is not zero is not shown as zero.
 
     Example:
         >>> format_seconds(0.0123), format_seconds(75), format_seconds(7400), format_seconds(4.2e-5)
@@ -235,7 +235,7 @@ def pattern_of(name: str) -> str:
 
 
 def collapse_names(names: Sequence[str]) -> str:
-    """Names of one pattern as one, each number as the range of its values.
+    """Names of one pattern as one for display, each number as the range of its values.
 
     Args:
         names: at least one; all with the same `pattern_of`. Not every combination of the numbers need be among them.
@@ -250,7 +250,7 @@ def collapse_names(names: Sequence[str]) -> str:
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """Layer numbers as people write them.
+    """Layer numbers for display as people write them.
 
     Example:
         >>> ranges([0, 1, 2, 5, 7, 8])

@@ -16,8 +16,8 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(?::[0-9]{1,5})?", re.IGNO
 
 
 def own_names(address: str) -> frozenset[str]:
-    """The names of a server that listens at `address`: of a loopback address 127.0.0.1, localhost and ::1, of another
-    one also that address and the names of this machine.
+    """Own names for a web origin: those of a server that listens at `address`: of a loopback address 127.0.0.1,
+    localhost and ::1, of another one also that address and the names of this machine.
 
     Example:
         >>> sorted(own_names("127.0.0.1"))
@@ -30,7 +30,7 @@ def own_names(address: str) -> frozenset[str]:
 
 
 def why_not(headers: Mapping[str, str], names: Collection[str], *, any_ip: bool, origins: Collection[str] = ()) -> str:
-    """Why a request may not be answered; "" where it may.
+    """Why a web request may not be answered by its origin; "" where it may.
 
     Args:
         headers: of the request, by names in lower case.

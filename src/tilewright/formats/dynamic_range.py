@@ -13,7 +13,8 @@ from tilewright.formats.scaling import TENSORWISE
 
 
 def dynamic_quantize(tensor: Tensor, bit_width: int = 8) -> tuple[IntegerTensor, Tensor]:
-    """One scale and zero point for the whole tensor, from its smallest to its largest value and zero.
+    """Quantise by dynamic range: one scale and zero point for the whole tensor, from its smallest to its largest value
+    and zero.
 
     Args:
         tensor: any shape, also empty; float.

@@ -33,7 +33,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def layout_problems(settings: Mapping[str, Any]) -> list[str]:
-    """Differences of a `quantization_config` from this layout, one text per key; empty where there is none.
+    """Problems of an FP8 layout: differences of a `quantization_config` from this layout, one text per key; empty where
+    there is none.
 
     Example:
         >>> layout_problems({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"})
@@ -48,13 +49,13 @@ def layout_problems(settings: Mapping[str, Any]) -> list[str]:
 
 
 def layout_tile(settings: Mapping[str, Any]) -> Tile:
-    """The block of a `quantization_config` without problems."""
+    """Tile of an FP8 layout: the block of a `quantization_config` without problems."""
     rows, cols = settings["weight_block_size"]
     return Tile(rows, cols)
 
 
 def layout_settings(not_converted: Iterable[str] = ()) -> dict[str, Any]:
-    """The `quantization_config` of weights in 128x128 blocks.
+    """Settings of the FP8 layout: the `quantization_config` of weights in 128x128 blocks.
 
     Args:
         not_converted: linear layers that keep their 16 or 32 bit, by full name.
@@ -69,8 +70,8 @@ def layout_settings(not_converted: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (float8_e4m3fn [N, K]) and power-of-two scales (FP32) of a weight, in 128x128 blocks. Of a weight on the
-    meta device their shapes, at once: a plan has hundreds of them, and reads nothing else.
+    """Weight to the stored FP8 layout: codes (float8_e4m3fn [N, K]) and power-of-two scales (FP32), in 128x128 blocks.
+    Of a weight on the meta device their shapes, at once: a plan has hundreds of them, and reads nothing else.
 
     Exact for a weight that came from such codes and scales, though not always the same codes: where no element of a
     block uses the upper half of the format, its scale is halved and its codes are doubled.
@@ -88,7 +89,8 @@ def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_stored(qdata_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) -> TiledTensor:
-    """The matrix of stored codes (float8_e4m3fn, or uint8) and scales; nothing is copied where scales are FP32.
+    """Matrix from the stored FP8 layout: of codes (float8_e4m3fn, or uint8) and scales; nothing is copied where scales
+    are FP32.
 
     Raises:
         ValueError: the shapes do not belong together.
@@ -98,5 +100,5 @@ def from_stored(qdata_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) ->
 
 
 def has_nan(qdata: Tensor) -> bool:
-    """True if a code means NaN, which no valid weight is."""
+    """True if an FP8 layout has NaN: a code means it, which no valid weight is."""
     return bool(((qdata.view(torch.uint8) & NAN_CODE) == NAN_CODE).any())

@@ -57,17 +57,17 @@ class IntSpec:
 
     @property
     def name(self) -> str:
-        """The format's name, as recipes and reports write it."""
+        """Name of an integer format, as recipes and reports write it."""
         return f"int{self.bits}"
 
     @property
     def lowest(self) -> int:
-        """Smallest code."""
+        """Smallest code of an integer format."""
         return -(1 << (self.bits - 1)) + self.narrow
 
     @property
     def highest(self) -> int:
-        """Largest code."""
+        """Largest code of an integer format."""
         return (1 << (self.bits - 1)) - 1
 
 
@@ -113,7 +113,7 @@ class IntegerTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Rows and columns of an integer tensor."""
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
@@ -124,25 +124,26 @@ class IntegerTensor:
         return codes + self.scale.nbytes + (0 if self.zero_point is None else self.zero_point.nbytes)
 
     def packed(self) -> Tensor:
-        """The codes as stored: uint8 [M, ceil(K / 2)] up to 4 bits (see `nibbles`), else int8 [M, K]."""
+        """The codes of an integer tensor as stored: uint8 [M, ceil(K / 2)] up to 4 bits (see `nibbles`), else int8 [M,
+        K]."""
         return pack_nibbles(self.codes) if self.spec.bits <= 4 else self.codes
 
     @classmethod
     def from_packed(
         cls, stored: Tensor, cols: int, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec
     ) -> "IntegerTensor":
-        """The matrix of `cols` columns whose `packed()` is `stored`."""
+        """An integer tensor from its packed codes: the matrix of `cols` columns whose `packed()` is `stored`."""
         codes = unpack_nibbles(stored, cols) if spec.bits <= 4 else stored
         return cls(codes, scale, zero_point, tile, spec)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values [M, K], computed in FP32."""
+        """Values [M, K] of an integer tensor, computed in FP32."""
         value = decode_integer(self.codes, self.scale, self.zero_point, self.tile)
         return value if value.dtype == dtype else value.to(dtype)  # as in `TiledTensor.dequantize`
 
 
 def quantize_integer(x_MK: Tensor, spec: IntSpec, tile: Tile, *, symmetric: bool = True) -> IntegerTensor:
-    """Scale each tile by its own range and round.
+    """Quantise to integers: scale each tile by its own range and round.
 
     Symmetric: values are at most half a step from what they were. Affine: zero stays exactly zero, the range is widened
     to hold it, and only the end of the range may be off by up to one step (the zero point is an integer).
@@ -167,7 +168,7 @@ def quantize_integer(x_MK: Tensor, spec: IntSpec, tile: Tile, *, symmetric: bool
 
 
 def pair_scale(weight_MK: Tensor) -> Tensor:
-    """Scales [M, 1] of INT8 rows whose dot products with unsigned bytes no CPU clips.
+    """Scales [M, 1] of integer (INT8) rows whose dot products with unsigned bytes no CPU clips.
 
     CPUs without VNNI multiply unsigned by signed bytes with vpmaddubsw, which adds the products of columns 2i and 2i +
     1
@@ -192,13 +193,15 @@ def pair_scale(weight_MK: Tensor) -> Tensor:
 
 
 def quantize_pairs(weight_MK: Tensor) -> IntegerTensor:
-    """A matrix in INT8 with the scales of `pair_scale`: what integer matmuls of exported files hold."""
+    """Quantise in integers by pairs: a matrix in INT8 with the scales of `pair_scale`: what integer matmuls of exported
+    files hold."""
     scale = pair_scale(weight_MK)
     return IntegerTensor(encode_integer(weight_MK, scale, None, Tile(1, 0), INT8), scale, None, Tile(1, 0), INT8)
 
 
 def tile_range(x_MK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each tile and zero: FP32 [GM, GK] each. NaN where an element is."""
+    """Range of an integer format's tile: smallest and largest value of each tile and zero: FP32 [GM, GK] each. NaN
+    where an element is."""
     shape = (x_MK.shape[0], x_MK.shape[1])
     (rows, cols), (grid_rows, grid_cols) = tile.sizes(shape), tile.grid(shape)
     if x_MK.numel() == 0:
@@ -211,7 +214,7 @@ def tile_range(x_MK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def scale_of_range(low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point (None: symmetric) for values from `low` to `high`, FP32, low <= 0 <= high."""
+    """Integer scale and zero point (None: symmetric) for values from `low` to `high`, FP32, low <= 0 <= high."""
     if symmetric:
         scale = torch.maximum(high / _like(high, spec.highest), low / _like(low, spec.lowest))
         return _decodable(_valid(scale, low, high), low, high, spec, 0.0), None
@@ -222,7 +225,7 @@ def scale_of_range(low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool 
 
 
 def half_scale(scale: Tensor) -> Tensor:
-    """A scale that FP16 holds, in FP32: for formats that store it so. NaN and the sign stay.
+    """An integer format's scale that FP16 holds, in FP32: for formats that store it so. NaN and the sign stay.
 
     Of FP16's normal numbers the nearest. Below them steps are of 2^-24, and it is the next above, so that a small
     group's largest value is not clipped; above them it is the largest.
@@ -240,7 +243,7 @@ def half_scale(scale: Tensor) -> Tensor:
 
 
 def encode_integer(x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec) -> Tensor:
-    """Codes under given scales: int8 [M, K]; values beyond the range are clipped, NaN becomes 0."""
+    """Encode as integers: codes under given scales: int8 [M, K]; values beyond the range are clipped, NaN becomes 0."""
     shape = (x_MK.shape[0], x_MK.shape[1])
     steps = (x_MK.to(torch.float32) / spread_scale(scale, tile, shape)).round()
     if zero_point is not None:
@@ -249,7 +252,7 @@ def encode_integer(x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile:
 
 
 def decode_integer(codes_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile) -> Tensor:
-    """FP32 values [M, K] of codes."""
+    """Decode integers: FP32 values [M, K] of codes."""
     shape = (codes_MK.shape[0], codes_MK.shape[1])
     steps = codes_MK.to(torch.float32)
     if zero_point is not None:
@@ -258,8 +261,8 @@ def decode_integer(codes_MK: Tensor, scale: Tensor, zero_point: Tensor | None, t
 
 
 def _decodable(scale: Tensor, low: Tensor, high: Tensor, spec: IntSpec, zero_point: Tensor | float) -> Tensor:
-    """The scale, or a smaller one with which the codes of `low` and `high` do not overflow: of values next to the
-    largest number a rounded scale, or a whole zero point, may lead beyond it."""
+    """A decodable scale of integers: the scale, or a smaller one with which the codes of `low` and `high` do not
+    overflow: of values next to the largest number a rounded scale, or a whole zero point, may lead beyond it."""
     ends = [(x / scale).round() + zero_point for x in (low, high)]
     reached = [(end.clamp(spec.lowest, spec.highest) - zero_point).abs() for end in ends]
     most = torch.maximum(*reached).clamp(min=1.0)
@@ -272,5 +275,6 @@ def _valid(scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, value: float) -> Tensor:
-    """By a tensor: on a GPU torch divides by a number through its inverse, which rounds twice."""
+    """A divisor of an integer format's values as a tensor: on a GPU torch divides by a number through its inverse,
+    which rounds twice."""
     return torch.full_like(x, value)

@@ -40,12 +40,12 @@ subnormal, which processors are slow with. Next to the eps of any AdamW it is no
 
 
 def num_blocks(num_elements: int) -> int:
-    """Scales of a row with that many elements."""
+    """Blocks of the quadratic map: scales of a row with that many elements."""
     return -(-num_elements // BLOCK)
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Scales [R, B] of a tensor of this shape. A scalar has one row.
+    """Shape of the quadratic map's scales [R, B] of a tensor of this shape. A scalar has one row.
 
     Example:
         >>> scale_shape((4, 300)), scale_shape((4, 3, 100)), scale_shape((5,)), scale_shape(())
@@ -55,7 +55,8 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def encode(x_K: Tensor, noise_K: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of FP32 values. A block with a value that is not finite gets the scale NaN.
+    """Encode by the quadratic map: codes and scales of FP32 values. A block with a value that is not finite gets the
+    scale NaN.
 
     Args:
         x_K: FP32 rows [..., K]; not negative unless `signed`.
@@ -91,22 +92,24 @@ def encode(x_K: Tensor, noise_K: Tensor, *, signed: bool) -> tuple[Tensor, Tenso
 
 
 def decode(qdata_K: Tensor, scale_B: Tensor) -> Tensor:
-    """FP32 values [..., K] of codes with scales [..., B]: int8 ones are signed, uint8 ones are not."""
+    """Decode by the quadratic map: FP32 values [..., K] of codes with scales [..., B]: int8 ones are signed, uint8 ones
+    are not."""
     code_BK = _blocks(qdata_K).to(torch.int32)
     return _rows(scale_B[..., None] * (code_BK * code_BK.abs()).to(torch.float32), qdata_K)
 
 
 def root(x: Tensor) -> Tensor:
-    """The FP32 number nearest to the square root. On CPUs torch's own is the next one now and then (MKL)."""
+    """Root for the quadratic map: the FP32 number nearest to the square root. On CPUs torch's own is the next one now
+    and then (MKL)."""
     return x.double().sqrt().to(torch.float32)
 
 
 def _blocks(x_K: Tensor) -> Tensor:
-    """Rows in blocks [..., B, 128], the last one filled up with zeros."""
+    """Blocks for the quadratic map: rows in [..., B, 128], the last one filled up with zeros."""
     size = x_K.shape[-1]
     return F.pad(x_K, (0, -size % BLOCK)).view(*x_K.shape[:-1], num_blocks(size), BLOCK)
 
 
 def _rows(x_BK: Tensor, like_K: Tensor) -> Tensor:
-    """Rows back from `_blocks`, without padding."""
+    """Rows of the quadratic map back from `_blocks`, without padding."""
     return x_BK.flatten(-2)[..., : like_K.shape[-1]]

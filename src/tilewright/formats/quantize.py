@@ -13,7 +13,7 @@ from tilewright.formats.tiled import OperandFormat, TiledTensor
 
 
 def quantize(x_MK: Tensor, form: OperandFormat, noise: Tensor | None = None) -> TiledTensor:
-    """Scale each tile by its own largest magnitude and round to the format.
+    """Quantise a matrix: scale each tile by its own largest magnitude and round to the format.
 
     Args:
         x_MK: [M, K] FP32, BF16 or FP16; any size, also none.
@@ -46,13 +46,13 @@ def quantize(x_MK: Tensor, form: OperandFormat, noise: Tensor | None = None) -> 
 def encode_with(
     x_MK: Tensor, scale_inv: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool, noise: Tensor | None = None
 ) -> Tensor:
-    """Codes of a matrix under given FP32 scales: uint8 [M, K]."""
+    """Quantise with given scales: codes of a matrix under FP32 ones: uint8 [M, K]."""
     scale = encode_scale_of(scale_inv, power_of_two=power_of_two)
     spread = spread_scale(scale, tile, (x_MK.shape[0], x_MK.shape[1]))
     return encode(x_MK.to(torch.float32) * spread, spec, noise)
 
 
 def noise_like(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Random bits for stochastic rounding: int32 of x's shape."""
+    """Noise to quantise with: random bits for stochastic rounding: int32 of x's shape."""
     info = torch.iinfo(torch.int32)
     return torch.randint(info.min, info.max, x.shape, dtype=torch.int32, device=x.device, generator=generator)

@@ -20,7 +20,7 @@ _EXPONENT = 0x7F800000
 
 
 def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """FP32 numbers to BF16, up or down with probability by distance.
+    """Stochastic rounding of FP32 numbers to BF16, up or down with probability by distance.
 
     Args:
         x: FP32.
@@ -38,8 +38,8 @@ def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def split24(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 numbers to BF16 and int8, stochastically rounded to 24 bits. A number that BF16 has as zero or as infinity
-    is rounded to that.
+    """Stochastic rounding to 24 bits: FP32 numbers to BF16 and int8. A number that BF16 has as zero or as infinity is
+    rounded to that.
 
     Args:
         x: FP32.
@@ -61,7 +61,7 @@ def split24(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join24(weight: Tensor, low: Tensor) -> Tensor:
-    """FP32 numbers of the two parts.
+    """FP32 numbers of the two parts of rounding to 24 bits.
 
     Example:
         >>> written = torch.tensor([0.0, -0.0, 1.0], dtype=torch.bfloat16)  # beside corrections of other numbers
@@ -74,11 +74,12 @@ def join24(weight: Tensor, low: Tensor) -> Tensor:
 
 
 def _has_correction(bits: Tensor) -> Tensor:
-    """Of FP32 patterns: neither zero, whose neighbours as integers are no neighbours as numbers, nor not finite."""
+    """True of FP32 patterns that rounding to 24 bits corrects: neither zero, whose neighbours as integers are no
+    neighbours as numbers, nor not finite."""
     magnitude = bits & 0x7FFFFFFF
     return (magnitude != 0) & (magnitude < _EXPONENT)
 
 
 def _not_finite(bits: Tensor) -> Tensor:
-    """BF16 patterns of infinities and NaN from their FP32 patterns: a NaN stays one."""
+    """Rounding of what is not finite: BF16 patterns of infinities and NaN from their FP32 patterns: a NaN stays one."""
     return (bits >> 16) | ((bits & 0x7FFFFF) != 0).to(torch.int32) * 0x40

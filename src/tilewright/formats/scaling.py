@@ -48,15 +48,15 @@ class Tile:
         )
 
     def transposed(self) -> "Tile":
-        """The tile that has the same members in the transposed matrix."""
+        """The tile of scaling that has the same members in the transposed matrix."""
         return Tile(self.cols, self.rows)
 
     def sizes(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of a full tile in a matrix of this shape, at least 1."""
+        """Sizes of scaling's tile: rows and columns of a full one in a matrix of this shape, at least 1."""
         return self.rows or max(shape[0], 1), self.cols or max(shape[1], 1)
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Tiles down and across: the shape of the scales."""
+        """Grid of scaling's tiles down and across: the shape of the scales."""
         rows, cols = self.sizes(shape)
         return -(-shape[0] // rows), -(-shape[1] // cols)
 
@@ -112,11 +112,11 @@ class ScaleSpec:
 
     @property
     def is_e8m0(self) -> bool:
-        """Scales are stored as exponents."""
+        """True if scaling is E8M0: scales are stored as exponents."""
         return self.dtype == torch.float8_e8m0fnu
 
     def transposed(self) -> "ScaleSpec":
-        """The scales of the transposed matrix."""
+        """The scaling of the transposed matrix."""
         return replace(self, tile=self.tile.transposed())
 
     def relaxed(self, *, power_of_two: bool) -> "ScaleSpec":
@@ -125,7 +125,7 @@ class ScaleSpec:
         return replace(self, rule="exact") if relaxes else self
 
     def scales(self, amax: Tensor, element: FloatSpec, unsound: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Scales [GM, GK] as stored, and the tensor's own, FP32 [1, 1], where there is one.
+        """Scales [GM, GK] of a scaling as stored, and the tensor's own, FP32 [1, 1], where there is one.
 
         Args:
             amax: FP32 [GM, GK], largest finite magnitude of each tile.
@@ -167,7 +167,8 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_values(scale_inv: Tensor, second: Tensor | None = None) -> Tensor:
-    """Scales as stored (FP32, BF16, FP16, E4M3, E5M2 or E8M0) in FP32, exact; times the tensor's own."""
+    """Values of scaling: scales as stored (FP32, BF16, FP16, E4M3, E5M2 or E8M0) in FP32, exact; times the tensor's
+    own."""
     if scale_inv.dtype == torch.float8_e8m0fnu:
         scale = decode_e8m0(scale_inv.view(torch.uint8))
     else:
@@ -176,7 +177,7 @@ def scale_values(scale_inv: Tensor, second: Tensor | None = None) -> Tensor:
 
 
 def tile_amax(x_MK: Tensor, tile: Tile) -> Tensor:
-    """Largest finite magnitude of each tile, FP32 [GM, GK]; 0 where a tile has none.
+    """For scaling, largest finite magnitude of each tile, FP32 [GM, GK]; 0 where a tile has none.
 
     Infinities and NaN are left out, so that they do not spoil their neighbours' scale; `encode` marks them.
     """
@@ -224,20 +225,21 @@ def _exponent(amax: Tensor, spec: FloatSpec, *, floor: bool) -> Tensor:
 
 
 def exponent_range(spec: FloatSpec) -> tuple[int, int]:
-    """Least and greatest k of a scale 2^k, such that smallest * 2^k is a normal BF16 and max * 2^k is finite."""
+    """Range of exponents for scaling: least and greatest k of a scale 2^k, such that smallest * 2^k is a normal BF16
+    and max * 2^k is finite."""
     smallest_exponent = 1 - spec.bias - spec.mantissa_bits
     return -126 - smallest_exponent, 127 - spec.max_exponent
 
 
 def encode_scale_of(scale_inv: Tensor, *, power_of_two: bool = True) -> Tensor:
-    """The factor of values before encoding: 1 / scale_inv, exact for powers of two."""
+    """The encode scale of scaling, the factor of values before: 1 / scale_inv, exact for powers of two."""
     if not power_of_two:
         return 1.0 / scale_inv
     return ((2 * _FP32_BIAS << FP32_MANTISSA_BITS) - scale_inv.view(torch.int32)).view(torch.float32)
 
 
 def power_of_two_of(exponent: Tensor) -> Tensor:
-    """2^k in FP32 for int32 k from -126 to 127."""
+    """Power of two for scaling: 2^k in FP32 for int32 k from -126 to 127."""
     return ((exponent + _FP32_BIAS) << FP32_MANTISSA_BITS).view(torch.float32)
 
 
@@ -252,7 +254,7 @@ def spread_scale(scale: Tensor, tile: Tile, shape: tuple[int, int]) -> Tensor:
 
 
 def _tile_of(size: int, width: int, like: Tensor) -> Tensor:
-    """Number of the tile that each of `size` rows or columns is in: int64 [size].
+    """Tile of scaling by number that each of `size` rows or columns is in: int64 [size].
 
     For compiled code with ragged tiles, and by way of floating point: inductor for CPUs splits a loop whose index is
     divided by an integer, and forgets the ragged end (`try_loop_split` of torch 2.13). Codes there were never written.

@@ -41,33 +41,34 @@ class FloatSpec:
 
     @property
     def bias(self) -> int:
-        """Exponent bias: added to an exponent before it is stored."""
+        """Exponent bias of a format's spec: added to an exponent before it is stored."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite value."""
+        """Exponent of the largest finite value of a format's spec."""
         return self.bias if self.has_infinity else self.bias + 1
 
     @property
     def max(self) -> float:
-        """Largest finite value."""
+        """Largest finite value of a format's spec."""
         all_ones_is_nan = self.has_nan and not self.has_infinity
         return (2.0 - (2 * self.eps if all_ones_is_nan else self.eps)) * 2.0**self.max_exponent
 
     @property
     def tiny(self) -> float:
-        """Smallest positive normal value."""
+        """Smallest positive normal value of a format's spec."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """Smallest positive value (subnormal)."""
+        """Smallest positive value (subnormal) of a format's spec."""
         return self.tiny * self.eps
 
     @property
     def eps(self) -> float:
-        """Distance from 1 to the next larger value. A rounding error is at most half of it, relative."""
+        """Epsilon of a format's spec: distance from 1 to the next larger value. A rounding error is at most half of it,
+        relative."""
         return 2.0**-self.mantissa_bits
 
 

@@ -39,51 +39,55 @@ class OperandFormat:
 
     @property
     def tile(self) -> Tile:
-        """Which elements share a scale."""
+        """Tile of a tiled format: which elements share a scale."""
         return self.scale.tile
 
     def __str__(self) -> str:
         return f"{self.element.name} {self.scale}"
 
     def transposed(self) -> "OperandFormat":
-        """The format of the transposed matrix."""
+        """The tiled format of the transposed matrix."""
         return OperandFormat(self.element, self.scale.transposed())
 
     @property
     def is_square(self) -> bool:
-        """Codes and scales of a matrix are those of its transpose too: quantised once, it is multiplied both ways."""
+        """True if a tiled format is square: codes and scales of a matrix are those of its transpose too: quantised
+        once, it is multiplied both ways."""
         return self.tile.rows == self.tile.cols
 
     @property
     def in_rows(self) -> bool:
-        """No scale is shared by two rows, and along a row tiles have a width: matrices can be cut and joined."""
+        """True if a tiled format is in rows: no scale is shared by two rows, and along a row tiles have a width:
+        matrices can be cut and joined."""
         return self.tile.rows == 1 and self.tile.cols > 0 and not self.scale.second
 
     def tensor(self, qdata: Tensor, scale_inv: Tensor, second: Tensor | None = None) -> "TiledTensor":
-        """Codes and scales in this format."""
+        """A tiled tensor of codes and scales in this format."""
         return TiledTensor(qdata, scale_inv, self.tile, self.element, second)
 
     @property
     def is_fp8(self) -> bool:
-        """Codes and scales as our kernels know them: E4M3 or E5M2, a scale per tile in FP32, not "floor"."""
+        """True if a tiled format is FP8: codes and scales as our kernels know them: E4M3 or E5M2, a scale per tile in
+        FP32, not "floor"."""
         return self.element in (E4M3, E5M2) and self.scale.dtype == torch.float32 and self.scale.rule != "floor"
 
     def relaxed(self, *, power_of_two: bool) -> "OperandFormat":
-        """This format; unless `power_of_two`, with exact scales in place of powers of two; see `ScaleSpec.relaxed`."""
+        """This tiled format; unless `power_of_two`, with exact scales in place of powers of two; see
+        `ScaleSpec.relaxed`."""
         return OperandFormat(self.element, self.scale.relaxed(power_of_two=power_of_two))
 
     def bytes_of(self, shape: tuple[int, int]) -> int:
-        """`TiledTensor.nbytes` of a matrix of this shape."""
+        """Bytes in a tiled format: `TiledTensor.nbytes` of a matrix of this shape."""
         return shape[0] * shape[1] + self.scale_bytes(shape)
 
     def scale_bytes(self, shape: tuple[int, int]) -> int:
-        """Bytes of the scales in a matrix of this shape."""
+        """Bytes of a tiled format's scales in a matrix of this shape."""
         down, across = self.tile.grid(shape)
         return down * across * self.scale.dtype.itemsize + 4 * self.scale.second
 
 
 def fp8_format(element: FloatSpec, tile: Tile, *, power_of_two: bool = True) -> OperandFormat:
-    """Codes with a scale per tile in FP32, a power of two or not."""
+    """The tiled FP8 format: codes with a scale per tile in FP32, a power of two or not."""
     return OperandFormat(element, ScaleSpec(tile).relaxed(power_of_two=power_of_two))
 
 
@@ -133,32 +137,33 @@ class TiledTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Rows and columns of a tiled tensor."""
         return self.qdata.shape[0], self.qdata.shape[1]
 
     @property
     def is_fp8(self) -> bool:
-        """True if the elements are FP8: see `OperandFormat.is_fp8`."""
+        """True if the elements of a tiled tensor are FP8: see `OperandFormat.is_fp8`."""
         return self.spec in (E4M3, E5M2) and self.scale_inv.dtype == torch.float32
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales as they are in memory."""
+        """Bytes of a tiled tensor's codes and scales as they are in memory."""
         return self.qdata.nbytes + self.scale_inv.nbytes + (0 if self.second is None else self.second.nbytes)
 
     def packed(self) -> Tensor:
-        """The codes as stored: two per byte up to 4 bits, uint8 [M, ceil(K / 2)] (torch.float4_e2m1fn_x2's order)."""
+        """The codes of a tiled tensor as stored: two per byte up to 4 bits, uint8 [M, ceil(K / 2)]
+        (torch.float4_e2m1fn_x2's order)."""
         if self.spec.bits > 4:
             return self.qdata
         return pack_nibbles((self.qdata ^ 8).to(torch.int8) - 8)  # as signed numbers, which `nibbles` takes
 
     @property
     def scale(self) -> Tensor:
-        """Decode scales in FP32 [GM, GK], the second one included."""
+        """Decode scales of a tiled tensor in FP32 [GM, GK], the second one included."""
         return scale_values(self.scale_inv, self.second)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, [M, K]. Exact in FP32, and in BF16 where the scales are powers of two."""
+        """The values of a tiled tensor, [M, K]. Exact in FP32, and in BF16 where the scales are powers of two."""
         value = decode(self.qdata, self.spec) * spread_scale(self.scale, self.tile, self.shape)
         # torch 2.11 loses the gradient of a compiled autograd.Function that ends in a conversion to the dtype it has.
         return value if value.dtype == dtype else value.to(dtype)
@@ -174,7 +179,7 @@ class TiledTensor:
         return replace(self, qdata=self.qdata[:, start:end], scale_inv=scale_inv)
 
     def transposed(self) -> "TiledTensor":
-        """The transposed matrix: the same codes and scales seen the other way, nothing copied or rounded."""
+        """The tiled tensor transposed: the same codes and scales seen the other way, nothing copied or rounded."""
         return TiledTensor(self.qdata.T, self.scale_inv.T, self.tile.transposed(), self.spec, self.second)
 
 

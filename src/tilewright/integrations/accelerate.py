@@ -64,18 +64,19 @@ class AcceleratorScaler:
         return known is not None and known() is parameter
 
     def _note(self, model: nn.Module, inputs: Any) -> None:
-        """The first pass of a step begins."""
+        """Note in accelerate's scaler that the first pass of a step begins."""
         if model.training and self._before is None:
             self._before = ModuleSnapshot(model)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
+        """The loss times the scale, by accelerate's scaler."""
         scaled = self.scaler.scale(loss)
         scaled.register_hook(self._begin)
         return scaled
 
     def _begin(self, grad: Tensor) -> None:
-        """A backward pass begins, which adds scaled gradients to those of parameters without hooks."""
+        """In accelerate's scaler, a backward pass begins, which adds scaled gradients to those of parameters without
+        hooks."""
         if self._multiply(self.scaler.scale_value):
             _at_end_of_backward(lambda: _at_end_of_backward(self._end))  # the last: FSDP2's own comes before
 
@@ -83,7 +84,8 @@ class AcceleratorScaler:
         self._multiply(self.scaler.inv_scale)
 
     def _multiply(self, factor: float) -> bool:
-        """Multiply the gradients of the parameters without hooks; False where there are no such parameters."""
+        """Multiply in accelerate's scaler the gradients of the parameters without hooks; False where there are no such
+        parameters."""
         entries = (entry for optimizer in self._optimizers() for entry in optimizer.param_groups)
         others = [param for entry in entries for param in entry["params"] if not self._is_hooked(param)]
         for values in gradient_values(others):
@@ -91,10 +93,10 @@ class AcceleratorScaler:
         return bool(others)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing to do: gradients arrive unscaled."""
+        """Unscale by accelerate's scaler: nothing to do: gradients arrive unscaled."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
-        """Step unless a gradient is not finite."""
+        """Step by accelerate's scaler unless a gradient is not finite."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         bad = found_inf(params)
         self._found_inf = bad if self._found_inf is None else self._found_inf | bad
@@ -102,7 +104,7 @@ class AcceleratorScaler:
             optimizer.step(closure)
 
     def update(self) -> None:
-        """Move the scale by what `step` found since the last update."""
+        """Update accelerate's scaler: move the scale by what `step` found since the last update."""
         found, before = bool(self._found_inf), self._before
         self._found_inf = self._before = None
         if found and before is not None:
@@ -110,15 +112,15 @@ class AcceleratorScaler:
         self.scaler.update(found)
 
     def get_scale(self) -> float:
-        """The scale."""
+        """The scale of accelerate's scaler."""
         return self.scaler.scale_value
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; accelerate saves it with the rest."""
+        """The state of accelerate's scaler, which it saves with the rest."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore accelerate's scaler from a saved state."""
         self.scaler.load_state_dict(state)
 
     _device = "cpu"
@@ -128,7 +130,8 @@ class AcceleratorScaler:
 
 
 def _at_end_of_backward(work: Callable[[], None]) -> None:
-    """Call it when the backward pass that runs has ended, after all that was asked for before."""
+    """At the end of a backward pass under accelerate: call it when the one that runs has ended, after all that was
+    asked for before."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 

@@ -27,7 +27,7 @@ class StreamSteps:
         self._before: dict[int, dict[str, Any]] = {}
 
     def take(self) -> list[Batch]:
-        """The micro-batches of the next step."""
+        """Take from a stream the micro-batches of the next step."""
         state = self.stream.state_dict()
         self._before[state["step"]] = state
         return self.stream.next_step()
@@ -44,7 +44,8 @@ class StreamSteps:
         return now if now["step"] == step else self._before[step]
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """Change the weights as `Stream.move` does; a state before a step that was read ahead has the change too."""
+        """Move a stream: change the weights as `Stream.move` does; a state before a step that was read ahead has the
+        change too."""
         start = self.stream.move(weights, why)
         now = self.stream.state_dict()
         for state in self._before.values() if start is not None else ():
@@ -53,7 +54,7 @@ class StreamSteps:
         return start
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Read on from a state."""
+        """Load a stream's steps: read on from a state."""
         self._before.clear()
         self.stream.load_state_dict(state)
 
@@ -78,7 +79,7 @@ class StreamLoader:
         self._given = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """From where the last iteration, or a loaded state, has come to."""
+        """Iterate over a stream's loader from where the last iteration, or a loaded state, has come to."""
         while True:
             if self._given == len(self._batches):
                 self._batches, self._given = self.steps.take(), 0
@@ -92,14 +93,14 @@ class StreamLoader:
         return self.steps.move(weights, why)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the micro-batch that comes next."""
+        """State of a stream's loader as plain JSON values: the micro-batch that comes next."""
         step = self.steps.stream.state_dict()["step"]
         if self.step_ends:
             return {"stream": self.steps.state_before(step), "given": 0}
         return {"stream": self.steps.state_before(step - 1), "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the micro-batch that would have come next.
+        """Restore a stream's loader: continue with the micro-batch that would have come next.
 
         Raises:
             CheckpointError: see `Stream.load_state_dict`.
@@ -126,7 +127,7 @@ class StreamRows(IterableDataset[dict[str, Tensor]]):
         self.steps = StreamSteps(stream)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """From where the stream is.
+        """Rows of a stream from where it is.
 
         Raises:
             ConfigError: inside of a worker process of a DataLoader, whose state is not known outside.
@@ -148,5 +149,6 @@ class StreamRows(IterableDataset[dict[str, Tensor]]):
 
 
 def language_model_row(ids_S: Tensor, positions_S: Tensor, labels_S: Tensor) -> dict[str, Tensor]:
-    """Arguments of a causal language model of transformers, [S] or [B, S], from those of a batch of ours."""
+    """A stream's row as arguments of a causal language model of transformers, [S] or [B, S], from those of a batch of
+    ours."""
     return {"input_ids": ids_S, "position_ids": positions_S, "labels": labels_S, "shift_labels": labels_S}

@@ -44,7 +44,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         self._before: ModuleSnapshot | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The model is there now."""
+        """The Trainer (transformers) begins under control: the model is there now."""
         thresholds = {name: Threshold(**each) for name, each in self.settings["thresholds"].items()}
         settings = ControllerSettings(**{**self.settings, "thresholds": thresholds})
         group = dist.group.WORLD if args.world_size > 1 else None  # the Trainer's own
@@ -57,7 +57,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         (folder / "precision.json").write_text(to_json(table, indent=1, default=str))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Formats of this step; hooks where it is looked at."""
+        """The Trainer (transformers) begins a step under control: its formats; hooks where it is looked at."""
         ours = self._control()
         self._before = ModuleSnapshot(ours.model)
         ours.enter(state.global_step)
@@ -67,7 +67,8 @@ class ControllerCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ):
-        """Judge what was seen, and drop the gradients of a bad step."""
+        """Control before the Trainer's (transformers) optimizer step: judge what was seen, and drop the gradients of a
+        bad step."""
         ours = self._control()
         if self._evidence is not None:
             evidence, self._evidence = self._evidence(), None
@@ -82,24 +83,25 @@ class ControllerCallback(TrainerCallback, ExportableState):
                 self._before.restore()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Write down what happened."""
+        """The Trainer (transformers) ends a step under control: write down what happened."""
         rows = self._control().take_rows()
         if rows:
             with Path(str(args.output_dir), "precision.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(to_json(row) + "\n" for row in rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Share of the work above 8 bits, and dropped steps, beside the loss."""
+        """The Trainer (transformers) logs control: share of the work above 8 bits, and dropped steps, beside the
+        loss."""
         if self.control is not None and state.log_history:
             share = self.control.controller.share_above_8bit
             state.log_history[-1] |= {"above_8bit": share, "dropped_steps": self.dropped}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Remove hooks, if a step was broken off."""
+        """The Trainer (transformers) ends under control: remove hooks, if a step was broken off."""
         self._watching.close()
 
     def state(self) -> dict[str, Any]:
-        """The controller's state, for the Trainer's checkpoints."""
+        """State of control for the Trainer's (transformers) checkpoints: the controller's."""
         saved = self.saved if self.control is None else self.control.state_dict()
         return {"args": {"settings": self.settings}, "attributes": {"saved": saved, "dropped": self.dropped}}
 

@@ -31,7 +31,7 @@ class StreamCallback(TrainerCallback, ExportableState):
         self._first = self._step = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Find the rows, and continue from the checkpoint's position.
+        """The Trainer (transformers) begins on a stream: find the rows, and continue from the checkpoint's position.
 
         Raises:
             ConfigError: the dataset is another one, a setting is missing, or the sizes of steps differ.
@@ -52,22 +52,23 @@ class StreamCallback(TrainerCallback, ExportableState):
         self._first = rows.steps.stream.state_dict()["step"] - state.global_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """A step more is trained."""
+        """The Trainer (transformers) ends a step on a stream: a step more is trained."""
         self._step = state.global_step
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The position stays that of the last checkpoint."""
+        """The Trainer (transformers) ends on a stream: the position stays that of the last checkpoint."""
         self._rows = None
 
     def state(self) -> dict[str, Any]:
-        """The stream's position, for the Trainer's checkpoints."""
+        """State of the stream for the Trainer's (transformers) checkpoints: its position."""
         if self._rows is not None:
             self.saved = self._rows.steps.state_before(self._first + self._step)
         return {"args": {}, "attributes": {"saved": self.saved}}
 
 
 def _rows_of(loader: Any) -> StreamRows:
-    """The rows that a Trainer's loader reads; accelerate may have put its own dataset around them."""
+    """Rows of the stream that a Trainer's (transformers) loader reads; accelerate may have put its own dataset around
+    them."""
     dataset = loader.dataset
     while not isinstance(dataset, StreamRows):
         inner = getattr(dataset, "dataset", None)

@@ -85,7 +85,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy or a pickle; without hooks, as torch has it."""
+        """State of DeepSeekAdam for a copy or a pickle; without hooks, as torch has it."""
         return super().__getstate__() | {name: self.__dict__[name] for name in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self._places = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters. It may have `lr`, `betas`, `eps` and `weight_decay` of its own.
+        """Add a group of parameters to Adam. It may have `lr`, `betas`, `eps` and `weight_decay` of its own.
 
         Raises:
             ConfigError: a setting out of range or not known (`optim.param_groups`), or a parameter that cannot be
@@ -117,7 +117,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
 
     def _place(self, param: Tensor) -> "_ParamSlot":
-        """Where a parameter is in the groups, which other code may have changed."""
+        """Place of a parameter in Adam's groups, which other code may have changed."""
         place = self._places.get(param)
         if place is None or not place.holds(param, self.param_groups):
             members = [(g, i, p) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])]
@@ -134,11 +134,12 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return self._places[param]
 
     def format_of(self, param: Tensor) -> StateFormat:
-        """Storage of a parameter's states."""
+        """Format of Adam's states of a parameter, as they are stored."""
         return self.format
 
     def state_layout(self, param: Tensor) -> Layout:
-        """Shape and dtype of each state of a parameter but `step`, from its own shape and dtype (meta will do)."""
+        """Layout of Adam's states: shape and dtype of each of a parameter but `step`, from its own shape and dtype
+        (meta will do)."""
         return self.format_of(param).layout(param.shape, param.dtype)
 
     def _init_state(self, param: Tensor) -> dict[str, Any]:
@@ -156,13 +157,13 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return state
 
     def init_states(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make the states of these parameters (of all, by default) now rather than at their first step, so that a
-        checkpoint can be loaded into them."""
+        """Initialise Adam's states of these parameters (of all, by default) now rather than at their first step, so
+        that a checkpoint can be loaded into them."""
         for param in self._all_params() if params is None else params:
             self._init_state(param)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state: see torch.
+        """Adam's state for a checkpoint: see torch.
 
         Raises:
             ConfigError: a parameter has states and is in no group any more.
@@ -178,7 +179,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer's state. States have to be of this optimizer's formats; torch would cast them.
+        """Restore Adam's state. States have to be of this optimizer's formats; torch would cast them.
 
         States of torch.optim.AdamW are taken where the moments are those that are kept here (FP32 parameters with FP32
         moments). All of it is loaded or, on an error, nothing.
@@ -213,7 +214,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient. Returns the closure's loss, if one is given.
+        """A step of Adam: one update of every parameter that has a gradient. Returns the closure's loss, if any.
 
         Where memory runs out on the way, call it again: see `step_params`.
 
@@ -240,13 +241,13 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     @property
     def meets_ranks(self) -> bool:
-        """True if ranks exchange data in an update, so that none can repeat its part alone."""
+        """True if ranks meet in an update of Adam: exchange data, so that none can repeat its part alone."""
         return False
 
     @torch.no_grad()
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
-        """One update of some parameters, with the settings of their groups. The result of a step does not depend on
-        which parameters are updated together, or in which order. Hooks of `step` are not called.
+        """A step of Adam on some parameters: one update, with the settings of their groups. The result of a step does
+        not depend on which parameters are updated together, or in which order. Hooks of `step` are not called.
 
         Where an error comes out of it, of an allocator say, each parameter was updated whole or not at all, and those
         that were have no gradient any more: called again with what has one still, it continues where it stood.
@@ -279,11 +280,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
                     param.grad = None
 
     def _updates(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Updates; gives the parameters that were updated as it goes."""
+        """Updates by Adam; gives the parameters that were updated as it goes."""
         return self._low_bit(params, grads) if self.format.moments == "8bit" else self._wide(params, grads)
 
     def _wide(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Updates with moments in 16 or 32 bits; gives the parameters that were updated as it goes."""
+        """Wide updates by Adam with moments in 16 or 32 bits; gives the parameters that were updated as it goes."""
         for alike, pairs in self._batches(params, grads).items():
             update = self.kernels.adam(alike.device_type, alike.narrowest, masters=alike.in_pass)
             hyper = self._hyper(alike.group, alike.step)
@@ -301,7 +302,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 yield [param for param, _ in part]
 
     def _low_bit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Updates with moments in 8 bits, one tensor at a time."""
+        """Low-bit updates by Adam with moments in 8 bits, one tensor at a time."""
         for param, grad in zip(params, grads, strict=True):
             self._step_low_bit(param, grad)
             yield [param]
@@ -312,7 +313,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return AdamHyper(step, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.seed)
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
-        """Contiguous tensors are updated in place, others by way of a copy."""
+        """A low-bit step of Adam: contiguous tensors are updated in place, others by way of a copy."""
         place, state, weight = self._place(param), self._held_state(param), local(param.data)
         written = {"target": state.get("master", weight), "low": state.get("low")}
         written["weight"] = weight if "master" in state else None
@@ -328,11 +329,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 tensor.copy_(flat[name])
 
     def _held_state(self, param: Tensor) -> dict[str, Tensor]:
-        """This rank's part of a parameter's states."""
+        """State that Adam holds: this rank's part of a parameter's."""
         return {name: local(value) for name, value in self.state[param].items()}
 
     def _followed_state(self, param: Tensor) -> dict[str, Tensor]:
-        """The same, with what was written to the parameter since they were made."""
+        """State of Adam that follows writes: this rank's part, with what was written to the parameter since."""
         state = self._held_state(param)
         if "master" in state:
             self.kernels.follow_writes(state["master"], local(param.data))
@@ -341,7 +342,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def _batches(
         self, params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> dict["_Alike", list[tuple[Tensor, Tensor]]]:
-        """Parameters and their gradients by what a call of an update has in common."""
+        """Batches of an Adam update: parameters and their gradients by what a call has in common."""
         batches: dict[_Alike, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in zip(params, grads, strict=True):
             state = self.state[param]
@@ -353,8 +354,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return batches
 
     def _row(self, param: Tensor, grad: Tensor, alike: "_Alike") -> tuple[Any, ...]:
-        """Arguments of a parameter's update: what is updated, gradient, moments, its number and its elements',
-        weight."""
+        """Row of an Adam update: what is updated, gradient, moments, its number and its elements', weight."""
         state = self._held_state(param) if alike.in_pass else self._followed_state(param)
         # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
         weight = local(param.data)
@@ -377,7 +377,7 @@ class _ParamSlot:
     number: int
 
     def holds(self, param: Tensor, groups: Sequence[dict[str, Any]]) -> bool:
-        """True if the parameter is at this index of this group."""
+        """True if a slot of Adam holds the parameter: it is at this index of this group."""
         members = groups[self.group]["params"] if self.group < len(groups) else ()
         return self.index < len(members) and members[self.index] is param
 
@@ -395,6 +395,6 @@ class _Alike:
 
     @property
     def in_pass(self) -> bool:
-        """The update itself compares masters with their weights and stores them. On GPUs a kernel does before: torch's
-        own takes all parameters in a few launches."""
+        """In an Adam pass, the update itself compares masters with their weights and stores them. On GPUs a kernel does
+        before: torch's own takes all parameters in a few launches."""
         return self.masters and self.device_type == "cpu"

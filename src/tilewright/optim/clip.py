@@ -23,7 +23,7 @@ class ClipResult:
 
     @property
     def factor(self) -> float:
-        """Factor of the gradient."""
+        """Factor of the gradient by which it is clipped."""
         return self.bound / (self.norm + 1e-6) if self.norm > self.bound else 1.0
 
 
@@ -70,7 +70,7 @@ class GradClip:
 
     @torch.no_grad()
     def __call__(self, params: Iterable[Tensor], inv_scale: float = 1.0) -> ClipResult:
-        """Multiply the gradients by `inv_scale` (one over the loss scale) and clip them, in one pass.
+        """Clip the gradients, in one pass: multiply by `inv_scale` (one over the loss scale) too.
 
         Raises nothing: trouble is reported in the result's `skip`, and the gradients are then left as they were.
         """
@@ -90,13 +90,15 @@ class GradClip:
         return result
 
     def clamp(self, grads: list[Tensor], inv_scale: float = 1.0) -> None:
-        """Bring each element of the true gradient within `elements`, in place; nothing where there is no bound."""
+        """Clamp before clipping: bring each element of the true gradient within `elements`, in place; nothing where
+        there is no bound."""
         if self.elements and grads:
             torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
             torch._foreach_clamp_max_(grads, self.elements / inv_scale)
 
     def decide(self, norm: float) -> ClipResult:
-        """Decision on a gradient of this norm, which is remembered for the adaptive bound unless it is skipped."""
+        """Decide how to clip a gradient of this norm, which is remembered for the adaptive bound unless it is
+        skipped."""
         if not math.isfinite(norm):
             return ClipResult(norm, math.inf, "the gradient is not finite")
         if norm > self.threshold:
@@ -117,10 +119,10 @@ class GradClip:
         self.mean_norm += weight * (norm - self.mean_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running mean; plain numbers."""
+        """State of clipping: the running mean; plain numbers."""
         return {"mean_norm": self.mean_norm, "num_norms": self.num_norms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the state of clipping."""
         self.mean_norm = float(state["mean_norm"])
         self.num_norms = int(state["num_norms"])

@@ -45,7 +45,7 @@ class DelayedClip:
 
     @torch.no_grad()
     def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor) -> None:
-        """Scale the gradients of `params`, whose lengths are `norms` [len(params)] on their device.
+        """Clip with delay: scale the gradients of `params`, whose lengths are `norms` [len(params)] on their device.
 
         Nothing is read back to the host, and nothing changes before all memory is there.
         """
@@ -64,26 +64,26 @@ class DelayedClip:
         self._squares, self._weights = kept
 
     def end(self, norm: float) -> ClipResult:
-        """Take in the norm of the whole gradient, which the next step goes by."""
+        """End a step of delayed clipping: take in the norm of the whole gradient, which the next one goes by."""
         result = self.clip.decide(norm)
         if result.skip is None:
             self.factor = result.factor
         return result
 
     def now(self) -> tuple[float, Tensor, Tensor]:
-        """The state for `back_to`, not copied and not read."""
+        """State of delayed clipping now for `back_to`, not copied and not read."""
         return self.factor, self._squares, self._weights
 
     def back_to(self, state: tuple[float, Tensor, Tensor]) -> None:
-        """Be as when `now` was called."""
+        """Back to the state of delayed clipping when `now` was called."""
         self.factor, self._squares, self._weights = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; those of `clip` are saved with it."""
+        """State of delayed clipping as plain numbers; those of `clip` are saved with it."""
         return {"factor": self.factor, "squares": self._squares.tolist(), "weights": self._weights.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the state of delayed clipping."""
         self.factor = float(state["factor"])
         device = self._squares.device
         self._squares = torch.tensor(state["squares"], device=device)

@@ -44,7 +44,7 @@ def gradient_values(params: Iterable[Tensor]) -> list[list[Tensor]]:
 def total_norm(
     lists: list[list[Tensor]], row: dist.ProcessGroup | None = None, experts: dist.ProcessGroup | None = None
 ) -> float:
-    """Euclidean norm of all values together, over all ranks where they are sharded.
+    """Total norm of gradients: Euclidean, of all values together, over all ranks where they are sharded.
 
     Args:
         lists: from `gradient_values`.
@@ -64,8 +64,8 @@ def total_norm(
 
 
 def _norm(values: list[Tensor]) -> float:
-    """Of one list, over all ranks. What several axes of a mesh cut is joined along one after the other, as torch would
-    with a warning for each rank."""
+    """Norm of one list of gradients, over all ranks. What several axes of a mesh cut is joined along one after the
+    other, as torch would with a warning for each rank."""
     axes = {_cut_along(value) for value in values if isinstance(value, DTensor)}
     first = values[0]
     if isinstance(first, DTensor) and len(axes) == 1 and len(along := next(iter(axes))) > 1:
@@ -79,25 +79,25 @@ def _norm(values: list[Tensor]) -> float:
 
 
 def _cut_along(value: DTensor) -> tuple[int, ...]:
-    """Axes of the mesh along which ranks hold other parts."""
+    """For gradients' norm, axes of the mesh along which ranks hold other parts."""
     return tuple(axis for axis, placement in enumerate(value.placements) if type(placement) is not Replicate)
 
 
 def _joined(norm: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """The norm of what all ranks of a group have, from that of what each has."""
+    """Joined norm of gradients: that of what all ranks of a group have, from that of what each has."""
     square = torch.tensor(norm * norm, dtype=torch.float64, device=device)
     dist.all_reduce(square, group=group)
     return math.sqrt(square)
 
 
 def _of_experts(values: list[Tensor]) -> bool:
-    """True if other ranks hold other experts' values, which their mesh does not show."""
+    """True if gradients are of experts: other ranks hold other experts' values, which their mesh does not show."""
     axes = (values[0].device_mesh.mesh_dim_names or ()) if isinstance(values[0], DTensor) else ()
     return EXPERT_SHARDS in axes and "ep" not in axes
 
 
 def all_finite(values: list[Tensor]) -> Tensor:
-    """True if all values of one list are finite, a 0-dim boolean tensor; over all ranks where they are sharded.
+    """True if all gradients of one list are finite, a 0-dim boolean tensor; over all ranks where they are sharded.
 
     Waits for no device. The largest magnitude of a tensor is finite only if all of it is, and one kernel takes all.
     """
@@ -130,7 +130,7 @@ def found_inf(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) 
 
 
 def any_not_finite(lists: list[list[Tensor]], device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
-    """True if one of the values that `gradient_values` gave is not finite: a 0-dim boolean tensor; on `device` where
+    """True if one of the gradients that `gradient_values` gave is not finite: a 0-dim boolean tensor; on `device` where
     there are none."""
     finite = [all_finite(values) for values in lists]
     if finite:

@@ -99,7 +99,7 @@ class Muon(DeepSeekAdam):
         return super().__getstate__() | {"_muon": self._muon}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own: see `DeepSeekAdam`. A group with `"muon": True` may have
+        """Add parameters to Muon with settings of their own: see `DeepSeekAdam`. A group with `"muon": True` may have
         `momentum`, `nesterov`, `num_steps` and `adjust_lr` of its own. With `"stacks": True` its parameters of three
         dims are stacks of matrices [E, R, C]."""
         group = param_group
@@ -114,17 +114,17 @@ class Muon(DeepSeekAdam):
         super().add_param_group(group)
 
     def format_of(self, param: Tensor) -> StateFormat:
-        """Storage of a parameter's states: those of a matrix have no second moment."""
+        """Format of Muon's states of a parameter: those of a matrix have no second moment."""
         return replace(self.format, second=not self._is_muon(param))
 
     @property
     def meets_ranks(self) -> bool:
-        """True if ranks exchange data in an update; see `DeepSeekAdam`: they share out the directions of sharded
+        """True if ranks meet in an update of Muon; see `DeepSeekAdam`: they share out the directions of sharded
         matrices."""
         return any(self._is_muon(param) and bool(axes_of(param)[0]) for param in self._all_params())
 
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
-        """Update some parameters: see `DeepSeekAdam`."""
+        """A step of Muon on some parameters: see `DeepSeekAdam`."""
         for param in params:
             group = self.param_groups[self._place(param).group]
             if group.get("muon"):
@@ -180,7 +180,7 @@ class Muon(DeepSeekAdam):
 
 
 def _check_matrix(param: Tensor, stacks: bool) -> None:
-    """Raise where there is no update of Muon's.
+    """Check a matrix for Muon: raise where there is no update of it.
 
     Args:
         param: in a group of Muon's.

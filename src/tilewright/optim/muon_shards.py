@@ -31,8 +31,8 @@ Cut = tuple[int, ...]
 
 
 def axes_of(param: Tensor) -> tuple[Axes, Cut]:
-    """The ranks that hold parts of this matrix, and how it is cut; none where this one holds all of it, or whole
-    matrices of a stack."""
+    """Axes of Muon's shards: the ranks that hold parts of this matrix, and how it is cut; none where this one holds all
+    of it, or whole matrices of a stack."""
     if not isinstance(param, DTensor) or param.ndim != 2:
         return (), ()
     found = [
@@ -44,7 +44,7 @@ def axes_of(param: Tensor) -> tuple[Axes, Cut]:
 
 
 def rounds(params: Sequence[DTensor], axes: Axes) -> Iterator[list[int]]:
-    """Indices of the matrices of each round, the same on all ranks."""
+    """Rounds of Muon over shards: indices of the matrices of each, the same on all ranks."""
     order = sorted(range(len(params)), key=lambda index: -params[index].numel())  # stable
     size = prod(size for _, size in axes)
     for start in range(0, len(order), size):
@@ -60,7 +60,7 @@ def directions(
     kernels: Kernels,
     like: Tensor | None = None,
 ) -> list[Tensor]:
-    """This rank's part of each direction.
+    """Directions of Muon's shards: this rank's part of each.
 
     Args:
         parts_RC: this rank's part of each matrix of a round, BF16.
@@ -101,7 +101,8 @@ def directions(
 
 
 def _pieces(shape: torch.Size, cut: Cut, size: int, rest: Axes) -> list[tuple[int, ...]]:
-    """Shapes of the parts of the ranks along the first axis, of what those of the others leave of a matrix."""
+    """Pieces of Muon's shards: shapes of the parts of the ranks along the first axis, of what those of the others leave
+    of a matrix."""
     left = list(shape)
     for dim, (_, others) in zip(cut[1:], rest, strict=True):
         left[dim] //= others  # even where several axes cut

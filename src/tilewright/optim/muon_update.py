@@ -49,7 +49,7 @@ class MuonHyper:
 
 
 def lr_factor(shape: torch.Size, adjust_lr: AdjustLr) -> float:
-    """Factor of a matrix's learning rate, since all singular values of its update are about 1.
+    """In a Muon update, factor of a matrix's learning rate, since all singular values of its update are about 1.
 
     match_rms_adamw: 0.2 sqrt(max(R, C)); the update's root mean square is then that of AdamW's updates, about 0.2
     (arXiv 2502.16982, section 2.2). original: sqrt(max(1, R / C)).
@@ -93,7 +93,8 @@ class MatrixUpdate:
         return self.state.get("master", self.param)
 
     def begin(self, grad: Tensor) -> Tensor:
-        """Input of Newton-Schulz, in BF16, from a gradient in any float dtype. No state changes."""
+        """Begin a Muon update: input of Newton-Schulz, in BF16, from a gradient in any float dtype. No state
+        changes."""
         grad = grad.to(torch.promote_types(self._target.dtype, torch.float32))
         momentum, self._writes = self._next_momentum(grad)
         self._grad = grad
@@ -102,7 +103,7 @@ class MatrixUpdate:
         return momentum.to(torch.bfloat16)
 
     def end(self, direction: Tensor) -> None:
-        """Update, by what Newton-Schulz made of it. Nothing changes before all memory is there."""
+        """End a Muon update, by what Newton-Schulz made of it. Nothing changes before all memory is there."""
         hyper, state, target, grad = self.hyper, self.state, self._target, self._grad
         assert grad is not None, "begin comes first"
         direction = direction.to(grad.dtype, memory_format=torch.contiguous_format)
@@ -119,7 +120,8 @@ class MatrixUpdate:
             self.param.copy_(state["master"])
 
     def _next_momentum(self, grad: Tensor) -> tuple[Tensor, Writes]:
-        """The momentum after this gradient, not rounded, and what is stored of it where it is in 16 or 8 bits."""
+        """Next momentum of a Muon update: after this gradient, not rounded, and what is stored of it where it is in 16
+        or 8 bits."""
         exp_avg, rate = self.state["exp_avg"], 1 - self.hyper.momentum
         if exp_avg.dtype == grad.dtype:
             return exp_avg.lerp(grad, rate), []
@@ -145,7 +147,8 @@ class MatrixUpdate:
         return new_RK.view(grad.shape), [*writes, (scale_RB, new_scale_RB.view(scale_RB.shape))]
 
     def _rounded_weights(self, change: Tensor, decay: float) -> Writes:
-        """Stored weights, BF16 alone or with 8 bits more, times `decay` plus `change`."""
+        """Rounded weights of a Muon update: stored ones, BF16 alone or with 8 bits more, times `decay` plus
+        `change`."""
         target, low = self._target, self.state.get("low")
         shape_RK = self._rows(target, None)
         target_RK, change_RK = target.reshape(shape_RK), change.reshape(shape_RK)
@@ -164,7 +167,7 @@ class MatrixUpdate:
         return [*writes, (low, new_low_RK.view(target.shape))]
 
     def _chunks(self, shape_RK: tuple[int, int], stream: int = 0) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-        """Parts of rows, each with 32 random bits for each of its elements."""
+        """Chunks of a Muon update: parts of rows, each with 32 random bits for each of its elements."""
         seed = self.hyper.rounding.stream(self.number, stream, self.first)
         (num_rows, length), device = shape_RK, self.param.device
         chunk = GPU_CHUNK if device.type == "cuda" else CHUNK
@@ -178,8 +181,8 @@ class MatrixUpdate:
                 yield (rows, columns), hash_of(element_RK.to(torch.int32), seed)
 
     def _rows(self, tensor: Tensor, scale_RB: Tensor | None) -> tuple[int, int]:
-        """Rows of a tensor as its blocks have them, and elements of each; one row where blocks fill rows, or there are
-        none, and rows are whole."""
+        """Rows of a Muon update's tensor as its blocks have them, and elements of each; one row where blocks fill rows,
+        or there are none, and rows are whole."""
         if self.gap:
             return len(tensor), tensor.shape[1]
         length = tensor.numel() // max(1, 1 if scale_RB is None else len(scale_RB))
@@ -189,6 +192,6 @@ class MatrixUpdate:
 
 
 def update_matrix(update: MatrixUpdate, grad: Tensor, kernels: Kernels) -> None:
-    """An update on one rank. `newton_schulz` has its argument to itself."""
+    """A Muon update of a matrix on one rank. `newton_schulz` has its argument to itself."""
     narrow, newton_schulz = [update.begin(grad)], kernels.newton_schulz(grad.device.type)
     update.end(newton_schulz(narrow.pop(), update.hyper.num_steps))

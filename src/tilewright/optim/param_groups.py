@@ -24,14 +24,16 @@ from tilewright.core.errors import ConfigError, Problem
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups in the model's own order: trainable parameters of two or more dims with decay, the rest without."""
+    """Parameter groups by decay, two in the model's own order: trainable parameters of two or more dims with it, the
+    rest without."""
     return _groups([param for param in model.parameters() if param.requires_grad], weight_decay)
 
 
 def muon_groups(
     model: nn.Module, matrices: Iterable[Tensor], weight_decay: float, *, stacks: bool = False
 ) -> list[dict[str, Any]]:
-    """Groups for `Muon`: the trainable ones of `matrices`, with decay; and those of `decay_groups` for the rest.
+    """Parameter groups for `Muon`: the trainable ones of `matrices`, with decay; and those of `decay_groups` for the
+    rest.
 
     Args:
         model: whose parameters are trained.
@@ -148,7 +150,7 @@ _RECORDS = frozenset(
 
 
 def check_settings(settings: Mapping[str, Any], where: str, *, muon: bool) -> None:
-    """Raise where an optimizer cannot follow these settings of a group, or these arguments.
+    """Check settings of a parameter group: raise where an optimizer cannot follow them, or these arguments.
 
     Args:
         settings: by name; "params" among them or not.
@@ -163,7 +165,7 @@ def check_settings(settings: Mapping[str, Any], where: str, *, muon: bool) -> No
 
 
 def find_problems(settings: Mapping[str, Any], where: str, *, muon: bool) -> list[Problem]:
-    """Mistakes in settings; arguments as in `check_settings`."""
+    """Find problems in settings of parameter groups; arguments as in `check_settings`."""
     optimizer = "Muon" if muon else "DeepSeekAdam"
     required = ADAM_SETTINGS | MUON_SETTINGS if muon and settings.get("muon") is True else ADAM_SETTINGS
     known = required | _MUON_FLAG if muon else required

@@ -31,7 +31,7 @@ class LRSchedule:
     min_lr_ratio: float = 0.1
 
     def lr_at(self, step: int) -> float:
-        """The rate of step `step`, counted from 0. Past the end it stays at the last rate."""
+        """The schedule's learning rate of step `step`, counted from 0. Past the end it stays at the last rate."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.kind == "constant":

@@ -39,12 +39,12 @@ class StateFormat:
         return f'moments="{self.moments}", master="{self.master}"'
 
     def layout(self, shape: torch.Size, dtype: torch.dtype) -> Layout:
-        """The states of a parameter of this shape and dtype."""
+        """Layout of optimizer states of a parameter of this shape and dtype."""
         return _layout(self, shape, dtype)
 
 
 def check_formats(moments: str, master: str) -> None:
-    """Raise where these formats do not exist, or do not go together.
+    """Check formats of optimizer states: raise where these do not exist, or do not go together.
 
     Raises:
         ConfigError: see above.
@@ -85,7 +85,7 @@ def _layout(format: StateFormat, shape: torch.Size, dtype: torch.dtype) -> Layou
 
 
 def fits(state: Mapping[str, Any], layout: Layout) -> bool:
-    """True if a state has the tensors of this layout and a step count, and nothing else."""
+    """True if an optimizer state has the tensors of this layout and a step count, and nothing else."""
     if len(state) != len(layout) + 1 or "step" not in state:
         return False
     for name, (shape, dtype) in layout.items():
@@ -96,7 +96,7 @@ def fits(state: Mapping[str, Any], layout: Layout) -> bool:
 
 
 def described(state: Mapping[str, Any]) -> str:
-    """A state in words.
+    """An optimizer state in words.
 
     Example:
         >>> described({"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)})
@@ -113,14 +113,15 @@ def described(state: Mapping[str, Any]) -> str:
 
 
 def of_layout(layout: Layout) -> str:
-    """A layout in the same words."""
+    """A layout of optimizer states in words."""
     return described({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in layout.items()})
 
 
 def loadable(
     saved: Mapping[str, Any], params: Sequence[Tensor], formats: Sequence[StateFormat]
 ) -> dict[Tensor, dict[str, Any]]:
-    """The states of a `state_dict` by parameter, each on its parameter's device; nothing is changed.
+    """Loadable optimizer states: those of a `state_dict` by parameter, each on its parameter's device; nothing is
+    changed.
 
     Args:
         saved: of DeepSeekAdam, or of torch's AdamW.
@@ -153,7 +154,7 @@ def loadable(
 def readable(
     groups: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], *, has_muon: bool
 ) -> list[dict[str, Any]]:
-    """Saved parameter groups without the settings of torch's AdamW that are not read here.
+    """Readable groups beside saved optimizer states, without the settings of torch's AdamW that are not read here.
 
     Args:
         groups: as they were saved.

@@ -20,7 +20,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_param(param: Tensor, format: StateFormat) -> None:
-    """Raise where a parameter cannot be updated with states of this format.
+    """Validate a parameter: raise where it cannot be updated with states of this format.
 
     Raises:
         ConfigError: its dtype, or its sharding.
@@ -39,7 +39,7 @@ def check_param(param: Tensor, format: StateFormat) -> None:
 
 
 def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: StateFormat) -> None:
-    """Raise where this gradient cannot be applied to this parameter.
+    """Validate an update: raise where this gradient cannot be applied to this parameter.
 
     Args:
         param: a parameter of the optimizer.
@@ -80,7 +80,8 @@ def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: 
 
 
 def check_not_replaced(params: Iterable[Tensor]) -> None:
-    """Raise where `fully_shard` has put another parameter into the model instead of one of these.
+    """Validate that none was replaced: raise where `fully_shard` has put another parameter into the model instead of
+    one of these.
 
     Raises:
         ConfigError: these parameters will never have a gradient again.
@@ -97,8 +98,8 @@ def check_not_replaced(params: Iterable[Tensor]) -> None:
 
 
 def _check_sharding(param: DTensor, format: StateFormat) -> None:
-    """Nothing is rounded of FP32 states: any part of a tensor will do. Random bits go by rows and columns, and no part
-    may cut a block of codes."""
+    """Validate the sharding of states. Nothing is rounded of FP32 ones: any part of a tensor will do. Random bits go by
+    rows and columns, and no part may cut a block of codes."""
     if any(placement.is_partial() for placement in param.placements):
         got = f"a sharded parameter (DTensor) with placements {param.placements}"
         raise _refused(
@@ -137,7 +138,7 @@ def _home(tensor: Tensor) -> str:
 
 
 def _are_beside(state: Mapping[str, Any], names: Iterable[str], param: Tensor) -> bool:
-    """True if the states of these names are on their parameter's device."""
+    """To validate states, true if those of these names are on their parameter's device."""
     if not isinstance(param, DTensor):
         device = param.device
         return not any(state[name].device != device or isinstance(state[name], DTensor) for name in names)
@@ -147,7 +148,8 @@ def _are_beside(state: Mapping[str, Any], names: Iterable[str], param: Tensor) -
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """True if two elements may share memory: a dimension is stepped through within the reach of finer ones."""
+    """To validate a parameter, true if two elements may share memory: a dimension is stepped through within the reach
+    of finer ones."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

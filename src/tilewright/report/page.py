@@ -80,7 +80,7 @@ def write_report(run_dir: str | Path, run: RunData | None = None, judgement: Jud
 
 
 def _write_beside(run: RunData) -> None:
-    """Measured beside simulated numbers, in the plan's file."""
+    """Write beside the page of a run measured beside simulated numbers, in the plan's file."""
     if run.plan is not None and isinstance(run.plan.get("simulated"), dict):
         path = run.path / "plan.json"
         plan = from_json(path.read_text(encoding="utf-8"))
@@ -129,5 +129,5 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
 
 
 def _command(run: RunData) -> str:
-    """The command that makes this run again: the resolved recipe holds every setting."""
+    """The command on the page of a run that makes it again: the resolved recipe holds every setting."""
     return f"tilewright train {shlex.quote(str(run.path / 'run.toml'))} --run.name {shlex.quote(run.name + '-again')}"

@@ -97,7 +97,7 @@ def _pareto_figure(curve: Sequence[Plan], plan: Plan) -> Figure:
 
 
 def _told(narrowed: Sequence[Plan]) -> str:
-    """Formats, and from how many bytes to how many plans have them."""
+    """Formats on the page of a plan, and from how many bytes to how many plans have them."""
     sizes: dict[str, list[float]] = {}
     for found in narrowed:
         sizes.setdefault(found.formats, []).append(found.peak_bytes)

@@ -44,7 +44,8 @@ class SummaryCard:
 
 
 def learned(run: RunData) -> str:
-    """Course of the run's loss for the report's head, with numbers. No verdict: that is of `verdict.judge`."""
+    """The summary's first line: course of the run's loss for the report's head, with numbers. No verdict: that is of
+    `verdict.judge`."""
     span, held, wall, tokens = loss_span(run), held_out_losses(run, "eval_all"), total_seconds(run), total_tokens(run)
     if span is None:
         return "No loss that is a number has been recorded." if run.steps else "No training step has been recorded yet."
@@ -66,7 +67,7 @@ def learned(run: RunData) -> str:
 
 
 def cards(run: RunData) -> Sequence[SummaryCard]:
-    """Cards of figures for the report's head, always the same ones in the same order."""
+    """The summary's cards of figures for the report's head, always the same ones in the same order."""
     span = loss_span(run)
     _, speeds = run.column("tokens_per_s")
     _, waits = run.column("wait_share")
@@ -113,7 +114,7 @@ def _loss(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """A loss for a card, which has no room for many digits."""
+    """A loss for a card of the summary, which has no room for many digits."""
     if abs(value) < 1000:
         return f"{value:.2f}"
     return format_count(value) if abs(value) < 1e15 else f"{value:.2g}"

@@ -21,7 +21,8 @@ class FormatGroup:
 
 
 def precision_groups(rows: Sequence[Row]) -> list[FormatGroup]:
-    """Rows of precision.json with the same treatment as one, layer numbers written as `*`; order of appearance."""
+    """Table of precision: rows of precision.json with the same treatment as one, layer numbers written as `*`; order of
+    appearance."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         name = str(row.get("fqn", ""))
@@ -42,7 +43,7 @@ class KernelRow:
 
 
 def kernel_rows(machine: Row | None) -> list[KernelRow]:
-    """The kernels table of machine.json, cases with the same outcome joined."""
+    """Table of kernels of machine.json, cases with the same outcome joined."""
     joined: dict[tuple[Any, ...], list[str]] = {}
     for row in (machine or {}).get("kernels") or []:
         rejected = tuple((str(pair[0]), str(pair[1])) for pair in row.get("rejected", ()))
@@ -85,7 +86,7 @@ class Facts:
 
 
 def facts(summary: Mapping[str, Any] | None, skip: Sequence[str] = ()) -> Facts:
-    """Scalars of a summary as (name, value); mappings in it as tables (title, columns, rows)."""
+    """Tables of facts: scalars of a summary as (name, value); mappings in it as tables (title, columns, rows)."""
     values: list[tuple[str, str]] = []
     tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = []
     for name, value in (summary or {}).items():
@@ -112,7 +113,7 @@ def _table(value: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[s
 
 
 def _text(name: str, value: object) -> str:
-    """A value as people read it: sizes by the unit in their name, counts with separators."""
+    """A value in the report's tables as people read it: sizes by the unit in their name, counts with separators."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -129,12 +130,13 @@ def _text(name: str, value: object) -> str:
 
 
 def changed_settings(run: RunData) -> int:
-    """How many settings of the recipe do not come from a default."""
+    """Changed settings in the report's tables: how many of the recipe do not come from a default."""
     return sum(1 for setting in run.settings if setting.source != "default")
 
 
 def memory_table(run: RunData) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Measured bytes by owner (rows) at the highest peak of each phase (columns) of the run; empty if not recorded."""
+    """Table of memory: measured bytes by owner (rows) at the highest peak of each phase (columns) of the run; empty if
+    not recorded."""
     peaks: dict[str, Mapping[str, float]] = {}
     for row in run.steps:
         for phase, owners in (row.get("memory_phases") or {}).items():
@@ -147,7 +149,7 @@ def memory_table(run: RunData) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
 
 
 def tier_rows(run: RunData) -> Sequence[tuple[str, str, str]]:
-    """(tier, owner, most bytes) of what is off the device."""
+    """Table of tiers: (tier, owner, most bytes) of what is off the device."""
     most: dict[tuple[str, str], float] = {}
     for row in run.steps:
         for tier, owners in (row.get("memory_tiers") or {}).items():

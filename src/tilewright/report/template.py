@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 
 def read(name: str) -> str:
-    """Read a template file of this package."""
+    """Read a template of this package."""
     return resources.files("tilewright.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 

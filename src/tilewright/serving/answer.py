@@ -69,7 +69,7 @@ class AnswerStream:
         self.finish_reason: str | None = None
 
     def take(self, logits_V: Tensor) -> AnswerPiece:
-        """Draw the next token from FP32 logits on the CPU."""
+        """Take the next token of an answer, drawn from FP32 logits on the CPU."""
         drawn = self._drawer.draw(logits_V)
         if drawn is None or drawn.id in self._stop_ids:
             return AnswerPiece(self._ended("stop"))
@@ -82,7 +82,7 @@ class AnswerStream:
         return AnswerPiece(text, drawn)
 
     def end(self) -> None:
-        """End it here: what was drawn so far is the answer."""
+        """End the answer here: what was drawn so far is it."""
         self.finish_reason = self.finish_reason or "stop"
 
     def _ended(self, reason: str) -> str:
@@ -91,7 +91,7 @@ class AnswerStream:
         return last
 
     def _told(self, piece: str, is_last: bool = False) -> str:
-        """The part of the text so far that can be sent."""
+        """The part of the answer's text so far that can be sent."""
         piece = self._turn_stop.push(piece)
         ends = is_last or self._turn_stop.stopped
         piece += self._turn_stop.flush() if ends else ""
@@ -107,7 +107,8 @@ class AnswerStream:
         return self._stop.stopped or self._turn_stop.stopped
 
     def __iter__(self) -> Iterator[str]:
-        """The pieces of its text, one per token, drawn as they are asked for; nothing runs before the first."""
+        """The pieces of the answer's text, one per token, drawn as they are asked for; nothing runs before the
+        first."""
         row = self._rows.begin(self.ids, self.max_tokens)
         while self.finish_reason is None:
             logits_V = self._rows.prefill(row) if row.in_prompt else self._rows.step([row], [self.last])[0]

@@ -75,7 +75,7 @@ class OwnHosts:
         self._any_ip = address not in own_names("127.0.0.1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """One request to the HTTP app, checked for its host."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             why = why_not(headers, self._names, any_ip=self._any_ip, origins=self._origins)
@@ -211,7 +211,7 @@ class Server:
         return await reply.stream(bool(asked.stream_options and asked.stream_options.include_usage))
 
     def _parts(self, asked: ApiRequest, prompts: Sequence[Prompt], is_chat: bool) -> list[ReplyPart]:
-        """The answers of a request: `n` to each prompt."""
+        """Parts of the HTTP app's request: its answers, `n` to each prompt."""
         choices = asked.n or 1
         most = self.worker.concurrent + self.worker.waiting
         if choices * len(prompts) > most:
@@ -249,7 +249,8 @@ class Server:
         return ReplyPart(answer, prompt.prefix, parser, one_call, asked.num_top() is not None, thoughts)
 
     def _num_tokens(self, asked: ApiRequest, num_prompt: int) -> int:
-        """The most tokens of an answer: as asked for, else as many as the server gives, and memory has room for."""
+        """Number of tokens of an answer by the HTTP app: as asked for, else as many as the server gives, and memory has
+        room for."""
         tokens, field = asked.asked_tokens()
         most = self.worker.draws.most_positions
         room = self.session.max_positions

@@ -41,20 +41,21 @@ class Batch:
 
     @property
     def most_positions(self) -> int | None:
-        """Tokens of prompt and answer that a single answer may have at most; None: any number."""
+        """Most positions in a batch: tokens of prompt and answer that a single one may have at most; None: any
+        number."""
         return self._row_bytes.most_positions(self.budget_bytes)
 
     @property
     def reserved_bytes(self) -> float:
-        """Bytes reserved for the answers that have begun."""
+        """Bytes reserved in the batch for the answers that have begun."""
         return sum(self._reserved.values())
 
     def fits(self, positions: int) -> bool:
-        """True where an answer of so many positions, prompt included, can ever be drawn."""
+        """True where an answer of so many positions, prompt included, ever fits into the batch."""
         return self._row_bytes.of(positions) <= self.budget_bytes
 
     def begin(self, answer: AnswerStream) -> bool:
-        """Reserve an answer's memory; False where there is none now."""
+        """Begin an answer in the batch: reserve its memory; False where there is none now."""
         size = self._row_bytes.of(len(answer.ids) + answer.max_tokens)
         if self._reserved and self.reserved_bytes + size > self.budget_bytes:
             return False
@@ -62,12 +63,12 @@ class Batch:
         return True
 
     def end(self, answer: AnswerStream) -> None:
-        """Free an answer's memory."""
+        """End an answer in the batch: free its memory."""
         self._begun.pop(answer, None)
         self._reserved.pop(answer, None)
 
     def step(self, answers: Sequence[AnswerStream]) -> list[Outcome]:
-        """A token of each answer whose prompt has run, and a chunk of prompts of the others.
+        """Step the batch: a token of each answer whose prompt has run, and a chunk of prompts of the others.
 
         Returns:
             Pieces of answers, or what went wrong with them. An error of one answer's own draw is its own; one of the
@@ -121,7 +122,7 @@ def _taken(answer: AnswerStream, logits_V: torch.Tensor) -> AnswerPiece | BaseEx
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free where a model's caches are."""
+    """Free bytes for a batch: memory where a model's caches are."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     own = psutil.Process().memory_info().rss

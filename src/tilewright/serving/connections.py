@@ -32,11 +32,11 @@ class TimedConnection(H11Protocol):
 
     @property
     def waits_for_head(self) -> bool:
-        """True where no request of it is being answered or sends its body."""
+        """True where a connection waits for a request's head: none of it is being answered or sends its body."""
         return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
 
     def connection_made(self, transport: Any) -> None:
-        """A client connects."""
+        """A connection is made: a client connects."""
         if len(self.connections) >= self.most:
             waiting = [one for one in self.connections if isinstance(one, TimedConnection) and one.waits_for_head]
             oldest = min(waiting, key=lambda one: one._since, default=None)
@@ -48,19 +48,19 @@ class TimedConnection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request."""
+        """A connection receives data: bytes of a request."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """The next request's head may begin to come."""
+        """A connection's response is complete: the next request's head may begin to come."""
         super().on_response_complete()
         self._stop_watch()
         if self.conn.trailing_data[0]:
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left."""
+        """A connection is lost: the client left."""
         self._stop_watch()
         super().connection_lost(exc)
 

@@ -38,7 +38,7 @@ class GrammarConstraint:
         self._matcher = matcher
 
     def allowed(self, vocab_size: int) -> Tensor | None:
-        """bool [V]; None where the text is complete."""
+        """Tokens that the grammar allows, bool [V]; None where the text is complete."""
         if self._matcher.is_stopped():
             self._check()
             return None
@@ -50,7 +50,7 @@ class GrammarConstraint:
         return torch.from_numpy(allowed)
 
     def take(self, token: int) -> None:
-        """The token that was drawn."""
+        """Take into the grammar the token that was drawn."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -71,7 +71,7 @@ class Grammars:
         self._tokenizer, self._stop_ids = tokenizer, list(stop_ids)
 
     def of_schema(self, schema: Mapping[str, Any]) -> GrammarConstraint:
-        """JSON that a schema describes.
+        """A grammar of JSON that a schema describes.
 
         Raises:
             ConfigError: the package is not there.
@@ -81,7 +81,7 @@ class Grammars:
         return self._constraint(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT))
 
     def of_calls(self, kind: Kind, tools: Sequence[Mapping[str, Any]]) -> GrammarConstraint:
-        """One call of one of some tools, its arguments as its schema describes them.
+        """A grammar of calls: one of some tools, its arguments as its schema describes them.
 
         Args:
             kind: how calls are written.
@@ -110,7 +110,7 @@ class Grammars:
         return "", "", "parameters"
 
     def _mark(self, text: str) -> str:
-        """A mark, as its token where that stands for no text."""
+        """A mark in a grammar, as its token where that stands for no text."""
         token = self._tokenizer.backend.token_to_id(text)
         return f"<[{token}]>" if token in self._tokenizer.special_ids else json.dumps(text)
 
@@ -162,7 +162,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens whose bytes are the text's: the tokenizer's own, where it puts no space before a text."""
+        """The vocabulary of grammars: tokens whose bytes are the text's: the tokenizer's own, where it puts no space
+        before a text."""
         wanted = text if isinstance(text, bytes) else text.encode()
         ids = self._tokenizer.encode(wanted.decode("utf-8", "replace"))
         if b"".join(self.tokens[i] for i in ids) == wanted:

@@ -9,7 +9,7 @@ _LIKE = 'messages like {"role": "user", "content": "Hello"}'
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where a conversation is none.
+    """Check messages: raise where a conversation is none.
 
     Raises:
         DataError: no messages, one without a role or a content, or text that is no Unicode.
@@ -35,7 +35,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_text(text: str, where: str = "text") -> None:
-    """Raise where a text is no Unicode text: JSON, and bytes from outside, can hold half a character.
+    """Check text of messages: raise where it is no Unicode text: JSON, and bytes from outside, can hold half a
+    character.
 
     Args:
         text: any.

@@ -28,11 +28,11 @@ class Constraint(Protocol):
     """Limits on the next token of an answer; see `grammar.GrammarConstraint`."""
 
     def allowed(self, vocab_size: int) -> Tensor | None:
-        """bool [V], or None where the text is complete."""
+        """Tokens allowed next by a constraint, bool [V], or None where the text is complete."""
         ...
 
     def take(self, token: int) -> None:
-        """The token that was drawn."""
+        """Take into a constraint the token that was drawn next."""
         ...
 
 
@@ -84,7 +84,7 @@ class Drawer:
         self._counts: Counter[int] = Counter()
 
     def draw(self, logits_V: Tensor) -> Drawn | None:
-        """The next token after FP32 logits on the CPU; None where the grammar's text is complete."""
+        """Draw the next token after FP32 logits on the CPU; None where the grammar's text is complete."""
         changed_V = self._changed(logits_V)
         if self._constraint is not None:
             allowed_V = self._constraint.allowed(len(logits_V))

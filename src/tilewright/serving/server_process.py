@@ -22,7 +22,7 @@ _OTHER_FILES = 128
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket at the first free port from `port` on; 0: any.
+    """Bind a socket for the server's process at the first free port from `port` on; 0: any.
 
     Raises:
         ConfigError: no such address, or no port is free.
@@ -48,7 +48,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(app: Starlette, bound: socket.socket, started: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; answers that are being drawn get some seconds to end.
+    """Serve in the server's process until SIGINT or SIGTERM; answers that are being drawn get some seconds to end.
 
     Args:
         app: the application.
@@ -71,7 +71,8 @@ def serve(app: Starlette, bound: socket.socket, started: Callable[[], None]) -> 
 
 
 def open_files() -> int:
-    """Files that this process may have open, raised as far as the system lets it; each connection is one."""
+    """Open files of the server's process: how many it may have, raised as far as the system lets it; each connection is
+    one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -80,7 +81,7 @@ def open_files() -> int:
 
 
 def server_config(app: Starlette, grace_seconds: int, connections: int | None = None) -> uvicorn.Config:
-    """uvicorn's settings: connections with limits, no line per request.
+    """Config of the server's process: uvicorn's settings: connections with limits, no line per request.
 
     Args:
         app: the application.

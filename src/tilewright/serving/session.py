@@ -45,7 +45,7 @@ class Session:
     max_positions: int | None = None
 
     def chat_ids(self, messages: Sequence[Message], given: TemplateArguments = NO_ARGUMENTS) -> list[int]:
-        """The ids that an answer to a conversation follows.
+        """The session's ids that an answer to a conversation follows.
 
         Args:
             messages: the conversation.
@@ -72,7 +72,7 @@ class Session:
             ) from error
 
     def template(self) -> ChatTemplate:
-        """The chat template.
+        """The session's chat template.
 
         Raises:
             ConfigError: there is none.
@@ -87,7 +87,7 @@ class Session:
         return self.chat
 
     def text_ids(self, text: str) -> list[int]:
-        """The ids of a text that is continued; see `Tokenizer.prompt_ids`.
+        """The session's ids of a text that is continued; see `Tokenizer.prompt_ids`.
 
         Raises:
             DataError: the text is no Unicode.
@@ -97,11 +97,11 @@ class Session:
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """Tokens that end an answer."""
+        """The session's tokens that end an answer."""
         return stops_of(self.tokenizer, self.chat).ids
 
     def room(self, ids: Sequence[int]) -> int | None:
-        """Tokens that an answer may have behind a prompt; None: any number."""
+        """Room in a session: tokens that an answer may have behind a prompt; None: any number."""
         return None if self.max_positions is None else self.max_positions - len(ids)
 
     def answer(
@@ -114,7 +114,7 @@ class Session:
         keep: Sequence[str] = (),
         gate: ThoughtGate | None = None,
     ) -> AnswerStream:
-        """The answer to a prompt. It is shorter than asked for where the model's positions end before.
+        """The session's answer to a prompt. It is shorter than asked for where the model's positions end before.
 
         Args:
             ids: the prompt.
@@ -149,7 +149,8 @@ class Session:
 
 
 def fitting(session: Session, messages: Sequence[dict[str, Any]], room: int) -> tuple[list[dict[str, Any]], list[int]]:
-    """The conversation with its oldest turns dropped until an answer of `room` tokens fits, and its ids.
+    """A conversation fitting a session, with its oldest turns dropped until an answer of `room` tokens fits, and its
+    ids.
 
     A system message at the beginning stays, and so does the last message. What begins behind it is a user's turn.
 

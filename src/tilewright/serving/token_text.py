@@ -26,7 +26,7 @@ class _Keeping:
         self._tokenizer, self._names = tokenizer, names
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Decode tokens to text with special ones kept."""
         parts, start = [], 0
         for end in (*(i for i, token in enumerate(ids) if token in self._names), len(ids)):
             parts.append(self._tokenizer.decode(ids[start:end]))
@@ -36,7 +36,8 @@ class _Keeping:
 
 
 def keeping(tokenizer: Tokenizer, names: Sequence[str]) -> DecodesIds:
-    """The tokenizer, or one that decodes like it but gives these special tokens, where it has them, as text."""
+    """Keeping tokens as text: the tokenizer, or one that decodes like it but gives these special tokens, where it has
+    them, as text."""
     found = {i: name for name in names if (i := tokenizer.backend.token_to_id(name)) in tokenizer.special_ids}
     return _Keeping(tokenizer, found) if found else tokenizer
 
@@ -68,12 +69,12 @@ class TextStream:
         """Of `_ids`: those whose text was given. They are the context of the next ones."""
 
     def push(self, token: int) -> str:
-        """Text that the next token adds; "" where it does not end a character."""
+        """Push a token to a stream of text: what the next one adds; "" where it does not end a character."""
         self._ids.append(token)
         return self._new(whole=True)
 
     def flush(self) -> str:
-        """Text left at the end: broken characters as their replacement."""
+        """Flush a stream of tokens' text: what is left at the end: broken characters as their replacement."""
         return self._new(whole=False)
 
     def _new(self, whole: bool) -> str:
@@ -113,7 +114,7 @@ class StopFilter:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """The text so far that can be given; nothing after a stop string."""
+        """Push tokens' text through the filter of stop strings: what can be given so far; nothing after one."""
         if self.stopped:
             return ""
         text = self._held + piece
@@ -126,7 +127,7 @@ class StopFilter:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Text that was held back and did not become a stop string."""
+        """Flush the filter of stop strings: tokens' text that was held back and did not become one."""
         held, self._held = self._held, ""
         return held
 
@@ -151,7 +152,8 @@ class ThoughtGate:
         """None: it is not known yet whether the text begins with a thought."""
 
     def push(self, piece: str) -> tuple[str, str]:
-        """The thought in the text so far, and the answer behind it; nothing of what may be a mark."""
+        """Push tokens' text through the gate of thoughts: the thought so far, and the answer behind it; nothing of what
+        may be a mark."""
         text, self._held = self._held + piece, ""
         if self._inside is None:
             begin = text.lstrip(" \t\r\n")
@@ -171,11 +173,11 @@ class ThoughtGate:
         return text[: len(text) - keep], ""
 
     def flush(self) -> tuple[str, str]:
-        """The text that was held back, at the end of the answer."""
+        """Flush the gate of thoughts: the tokens' text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return (held, "") if self._inside else ("", held)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that a stop string may begin with."""
+    """Overlap of tokens' text with a stop string: characters at the end of `text` that one may begin with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -60,7 +60,7 @@ class Job:
         """True where a piece of it was drawn."""
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a worker's job: its client does not wait for it any more."""
         self.cancelled = True
 
 
@@ -93,7 +93,7 @@ class Worker:
         self._thread.join()
 
     def submit(self, *jobs: Job) -> None:
-        """Draw the answers of a request as soon as there is a place: all of them, or none.
+        """Submit a job to the worker: draw the answers of a request as soon as there is a place: all of them, or none.
 
         Raises:
             BusyError: too many wait already.
@@ -109,7 +109,7 @@ class Worker:
             self._changed.notify()
 
     def load(self) -> tuple[int, int]:
-        """Answers that are drawn, and answers that wait."""
+        """Load of the worker: answers that are drawn, and answers that wait."""
         with self._changed:
             return len(self._active), len(self._queue)
 
@@ -120,7 +120,7 @@ class Worker:
             job.emit(None, StoppedError())
 
     def _admit(self) -> bool:
-        """Fill the free places, and wait where nothing is to do; False at the end."""
+        """Admit jobs to the worker: fill the free places, and wait where nothing is to do; False at the end."""
         with self._changed:
             while not self._stopping:
                 now = time.monotonic()
@@ -138,7 +138,7 @@ class Worker:
             return False
 
     def _step(self) -> None:
-        """A token of each answer; those that have ended leave."""
+        """Step of the worker: a token of each answer; those that have ended leave."""
         ended = [job for job in self._active if self._left(job)]
         drawn = {job.answer: job for job in self._active if job not in ended}
         for answer, outcome in self.draws.step(list(drawn)):
@@ -160,7 +160,7 @@ class Worker:
                 self._active = [job for job in self._active if job not in ended]
 
     def _left(self, job: Job) -> bool:
-        """True where it is given up or out of time."""
+        """True where a worker's job has left: it is given up or out of time."""
         if job.cancelled:
             return True
         if time.monotonic() > job.deadline:

@@ -83,7 +83,7 @@ def _recipe(target: str, settings: list[str], as_json: bool) -> None:
 
 
 def _run(folder: Path, as_json: bool) -> None:
-    """Precision and kernels of a run, from its folder."""
+    """`inspect` of a run: precision and kernels, from its folder."""
     precision = recorded.read(folder / "precision.json")
     if precision is not None:
         precision = recorded.checked(recorded.MODULES, precision, folder / "precision.json")
@@ -120,7 +120,7 @@ def _run(folder: Path, as_json: bool) -> None:
 
 
 def _modules(precision: Sequence[Mapping[str, Any]]) -> None:
-    """Kinds of modules; with -v each module."""
+    """`inspect` of modules: their kinds; with -v each module."""
     if is_verbose():
         show_dicts([{key: row.get(key, "-") for key in _SHOWN} for row in precision])
         return
@@ -131,7 +131,7 @@ def _modules(precision: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _kernels(kernels: Sequence[Mapping[str, Any]], precision: Sequence[Mapping[str, Any]], moments: str) -> None:
-    """The kernels that the run uses; with -v all of them, with the reasons against the others."""
+    """`inspect` of kernels: those that the run uses; with -v all of them, with the reasons against the others."""
     if is_verbose():
         show_table(*run_tables.candidate_table(kernels))
         return
@@ -141,7 +141,7 @@ def _kernels(kernels: Sequence[Mapping[str, Any]], precision: Sequence[Mapping[s
 
 
 def _diff(first: Path, second: Path, as_json: bool) -> None:
-    """Differences between the matmuls of two runs: formats, kernels, shares of calls, fallbacks."""
+    """`inspect --diff`: differences between the matmuls of two runs: formats, kernels, shares of calls, fallbacks."""
     found = audit_table.differences(*(_required_audit(folder)["rows"] for folder in (first, second)))
     if as_json:
         print_json({"first": str(first), "second": str(second), "differences": [asdict(item) for item in found]})
@@ -163,7 +163,7 @@ def _diff(first: Path, second: Path, as_json: bool) -> None:
 
 
 def _audit(folder: Path) -> recorded.RecordedAudit | None:
-    """The matmuls of a run; None where it has not written them yet."""
+    """`inspect` of an audit: the matmuls of a run; None where it has not written them yet."""
     value = recorded.read(folder / audit_table.FILE)
     return None if value is None else recorded.checked(recorded.AUDIT, value, folder / audit_table.FILE)
 
@@ -182,7 +182,7 @@ def _required_audit(folder: Path) -> recorded.RecordedAudit:
 
 
 def _checkpoint(folder: Path, as_json: bool) -> None:
-    """Names, shapes and bytes from the checkpoint's own index; no tensor is read."""
+    """`inspect` of a checkpoint: names, shapes and bytes from its own index; no tensor is read."""
     from tilewright.training.checkpoint.checkpoint_store import stored_tensors
     from tilewright.training.checkpoint.meta import read_meta
 

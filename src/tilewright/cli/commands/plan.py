@@ -137,7 +137,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
 
 
 def _of_model(model: str, typed: list[str], as_json: bool, options: dict[str, Any]) -> None:
-    """The ways to fine-tune a model, instead of one recipe's plan."""
+    """`plan` of a model: the ways to fine-tune it, instead of one recipe's plan."""
     for name in ("fastest", "largest", "why", "compare", "out", "html", "world", "nodes", "link"):
         if options.pop(name):
             raise ConfigError(
@@ -163,7 +163,8 @@ def _several(on: str, first: str) -> ConfigError:
 
 
 def _other(site: "Site", request: "PlanRequest", found: "Plan", compare: str, typed: list[str]) -> dict[str, str]:
-    """The numbers of what is compared: another recipe, planned as this one is, or a plan file."""
+    """`plan` beside another: the numbers of what is compared: another recipe, planned as this one is, or a plan
+    file."""
     from tilewright.cli.plan_output import numbers, settings_in_words
     from tilewright.planner.plan_file import is_plan_file, read_plan
     from tilewright.training.planning.plan_request import asked_for, plan_for

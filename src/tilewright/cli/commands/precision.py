@@ -84,7 +84,7 @@ def search(
 
 
 def _check_files(files: dict[str, Path], recipe: Path | None, force: bool) -> None:
-    """Before anything is measured: no file is lost, and a policy does not extend itself.
+    """Check files of `precision search` before anything is measured: none is lost, and a policy does not extend itself.
 
     Raises:
         ConfigError: a file is there, its folder is not, or OUT is the searched recipe.

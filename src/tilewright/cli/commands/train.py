@@ -36,7 +36,7 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
 def train_and_judge(
     loaded: Loaded, dry_run: bool, on_setup: "Callable[[RunContext], None] | None" = None
 ) -> "RunResult":
-    """Train, and say the verdict, on a run that stopped on bad numbers too: it is the one to look at.
+    """`train` and judge: say the verdict, on a run that stopped on bad numbers too: it is the one to look at.
 
     Args:
         loaded: the recipe.
@@ -56,8 +56,8 @@ def train_and_judge(
 
 
 def _conclude(loaded: Loaded, dry_run: bool) -> None:
-    """Say the verdict on a run that has begun, on the first rank; where the recipe wants a report, write it and say
-    where it is."""
+    """Conclude `train`: say the verdict on a run that has begun, on the first rank; where the recipe wants a report,
+    write it and say where it is."""
     from tilewright.report.page import write_report
     from tilewright.report.run_data.collect import collect
     from tilewright.report.summary import learned

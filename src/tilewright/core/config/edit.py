@@ -20,13 +20,14 @@ GPU_SHARE = 64
 
 
 def loss_chunk_bytes(machine: Machine) -> int:
-    """Bytes of logits alive at once by default. 64 MiB: chunks stay in a CPU's caches. A GPU has none of that
-    size, and each chunk reads and writes the whole gradient of the head's weight, so chunks are few there."""
+    """Default of an edited recipe: bytes of logits alive at once by default. 64 MiB: chunks stay in a CPU's caches. A
+    GPU has none of that size, and each chunk reads and writes the whole gradient of the head's weight, so chunks are
+    few there."""
     return CPU_LOSS_CHUNK if machine.device == "cpu" else min(GPU_LOSS_CHUNK, machine.device_memory_bytes // GPU_SHARE)
 
 
 def on_machine(loaded: Loaded, machine: Machine) -> Loaded:
-    """The recipe with the defaults of a machine where the recipe does not set them."""
+    """Edit a recipe for a machine: with its defaults where the recipe does not set them."""
     name = "memory.loss_chunk_bytes"
     if loaded.sources.get(name, DEFAULT) != DEFAULT:
         return loaded
@@ -34,7 +35,7 @@ def on_machine(loaded: Loaded, machine: Machine) -> Loaded:
 
 
 def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> Loaded:
-    """A recipe with a plan's settings.
+    """Edit a recipe to a plan's settings.
 
     Args:
         loaded: the recipe.
@@ -64,12 +65,12 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
 
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe with other settings by `section.field`, which the caller knows to be allowed."""
+    """Edit a recipe: with other settings by `section.field`, which the caller knows to be allowed."""
     return _changed(recipe, setting_names.nested(settings))
 
 
 def _changed(section: Any, values: Mapping[str, Any]) -> Any:
-    """A section with other values; a mapping is for a section inside it."""
+    """Edit a section: with other values; a mapping is for a section inside it."""
     update = {}
     for name, value in values.items():
         inner = getattr(section, name)
@@ -78,7 +79,7 @@ def _changed(section: Any, values: Mapping[str, Any]) -> Any:
 
 
 def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
-    """The recipe with other settings; None where they are not allowed, alone or together."""
+    """Edit a recipe: with other settings; None where they are not allowed, alone or together."""
     try:
         found = Recipe.model_validate(_with_values(recipe, settings))
     except ValidationError:
@@ -87,11 +88,12 @@ def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
 
 
 def _with_values(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All values by section, as they are: a dump would take an architecture of the caller's own to pieces."""
+    """All values of a recipe to edit, by section, as they are: a dump would take an architecture of the caller's own to
+    pieces."""
     known = {item.path: functools.reduce(getattr, item.path.split("."), recipe) for item in setting_names.fields()}
     return setting_names.nested(known | dict(settings))
 
 
 def value_of(recipe: Recipe, name: str) -> Any:
-    """Value of the setting with this name, `section.field`."""
+    """Value of a recipe's setting with this name, `section.field`, to edit."""
     return setting_names.value_at(recipe.model_dump(), name)

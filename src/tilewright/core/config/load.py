@@ -61,7 +61,7 @@ def load_recipe(
     overrides: Mapping[str, str] | Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """Reads, merges and checks a recipe.
+    """Load a recipe: reads, merges and checks it.
 
     Args:
         path: a TOML file, the name of a shipped recipe, or None for the defaults of the schema alone.
@@ -106,12 +106,13 @@ def load_recipe(
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes in the package."""
+    """Names of the shipped recipes that can be loaded."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def write_run_toml(loaded: Loaded, path: str | Path) -> None:
-    """Writes the resolved recipe, each value with a comment that names its source. It loads to the same `Recipe`."""
+    """Writes the loaded recipe resolved as run.toml, each value with a comment that names its source. It loads to the
+    same `Recipe`."""
     by_section: dict[str, list[str]] = {section: [] for section in setting_names.sections()}
     for setting, value in setting_names.flat(loaded.recipe.model_dump(mode="json")).items():
         section, _, name = setting.rpartition(".")
@@ -124,7 +125,8 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
 
 
 def _follow_batch(merged: _Values) -> None:
-    """A micro-batch that a less specific source gave is no larger than the batch that a more specific one asks for."""
+    """When loading, a micro-batch that a less specific source gave is no larger than the batch that a more specific one
+    asks for."""
     batch, micro = "train.global_batch_size", "train.micro_batch_size"
     wanted, given = merged.values.get(batch), merged.values.get(micro, TrainSection().micro_batch_size)
     if type(wanted) is not int or type(given) is not int or not 1 <= wanted < given:
@@ -137,7 +139,8 @@ def _follow_batch(merged: _Values) -> None:
 
 
 def _follow_length(merged: _Values) -> None:
-    """Steps or minutes: what the more specific source gives, and the other one is 0. Of one source both stay."""
+    """Steps or minutes of a loaded recipe: what the more specific source gives, and the other one is 0. Of one source
+    both stay."""
     steps, minutes = "train.steps", "train.minutes"
     given = [path for path in merged.values if path in (steps, minutes)]  # the last one is the most specific
     if not given or not _is_above_0(merged.values[given[-1]]):
@@ -152,12 +155,13 @@ def _follow_length(merged: _Values) -> None:
 
 
 def _is_above_0(value: object) -> bool:
-    """True if a value of any type is a number above 0."""
+    """True if a loaded value of any type is a number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _level(source: str) -> str:
-    """Common source of two settings that were written together: one file, the environment, one command."""
+    """Common source of two settings of a loaded recipe that were written together: one file, the environment, one
+    command."""
     return "env" if source.startswith("env ") else source
 
 
@@ -168,7 +172,7 @@ def _name(file: Path | None) -> str:
 
 
 def _chain(file: Path) -> list[TomlFile]:
-    """The file, its parent, its parent's parent, ..."""
+    """The chain of files to load: the file, its parent, its parent's parent, .."""
     chain = [read_toml(file)]
     while setting_names.EXTENDS in chain[-1].data:
         child = chain[-1]
@@ -221,7 +225,7 @@ def _put_text(merged: _Values, path: str, value: object, source: str, place: str
 
 
 def _typed(item: setting_names.Field, text: str) -> object:
-    """Text from a command line as a TOML value; where it is none, or a text is wanted, the text itself."""
+    """Text from a command line loaded as a TOML value; where it is none, or a text is wanted, the text itself."""
     if item.may_be_none and text == NONE:
         return None
     if item.is_bool and text.lower() in ("true", "false"):
@@ -234,7 +238,7 @@ def _typed(item: setting_names.Field, text: str) -> object:
 
 
 def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str, str]], list[Problem]]:
-    """Overrides as (section.field, text) pairs."""
+    """Overrides to load as (section.field, text) pairs."""
     if isinstance(overrides, Mapping):
         return [(name.removeprefix("--"), str(text)) for name, text in overrides.items()], []
     pairs: list[tuple[str, str]] = []
@@ -266,7 +270,7 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
 
 
 def _validated(merged: _Values) -> Recipe:
-    """The recipe, or one ConfigError with every problem."""
+    """The loaded recipe, validated, or one ConfigError with every problem."""
     bad: set[str] = set()
     known: dict[str, object] = {}
     for path, value in merged.values.items():
@@ -296,7 +300,8 @@ def _validated(merged: _Values) -> Recipe:
 
 
 def _is_broken(value: object) -> bool:
-    """True if a text in a value is not UTF-8 (as bytes of a command line may be), or holds a NUL, which no path may."""
+    """True if a text in a loaded value is not UTF-8 (as bytes of a command line may be), or holds a NUL, which no path
+    may."""
     if isinstance(value, str):
         return "\0" in value or any("\ud800" <= c <= "\udfff" for c in value)
     if isinstance(value, dict):
@@ -311,7 +316,7 @@ def _strict(values: Mapping[str, object]) -> Recipe:
 
 
 def _capped(value: object) -> object:
-    """A value with integers far beyond any limit as smaller ones, that can be written in decimal digits."""
+    """A loaded value with integers far beyond any limit as smaller ones, that can be written in decimal digits."""
     if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
         return 2**_LARGEST_BITS if value > 0 else -(2**_LARGEST_BITS)
     if isinstance(value, dict):

@@ -48,7 +48,8 @@ def _model(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
-    """Head counts and widths of our decoder, where they come from the recipe and not from a folder."""
+    """Conflicts of the model's shape: head counts and widths of our decoder, where they come from the recipe and not
+    from a folder."""
     model = recipe.model
     if model.kind == "hf" or model.path or model.attention != "gqa":
         return
@@ -81,7 +82,7 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _layers(recipe: Recipe) -> Iterator[Conflict]:
-    """Layers of their own shape, where they come from the recipe and not from a folder."""
+    """Conflicts of the model's layers of their own shape, where they come from the recipe and not from a folder."""
     model = recipe.model
     if model.kind == "hf" or model.path or not model.layers:
         return
@@ -120,7 +121,7 @@ def _layers(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def pattern_conflicts(model: ModelSection) -> Iterator[Conflict]:
-    """Contradictions between a list of layers and the model's number of them."""
+    """Conflicts between a list of layers and the model's number of them."""
     if model.layers and model.num_layers % model.period:
         yield Conflict(
             ("model.layers", "model.num_layers"),
@@ -132,7 +133,7 @@ def pattern_conflicts(model: ModelSection) -> Iterator[Conflict]:
 
 
 def layer_conflicts(shapes: Sequence[tuple[int, ...]]) -> Iterator[Conflict]:
-    """Contradictions between settings of layers, of which no decoder can be made.
+    """Conflicts between settings of a model's layers, of which no decoder can be made.
 
     Args:
         shapes: of each layer query heads, key/value heads (of latent attention as many), and hidden width.
@@ -228,7 +229,8 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _export(recipe: Recipe) -> Iterator[Conflict]:
-    """Shapes that no Hugging Face layout describes, told before the run instead of at its end."""
+    """Conflicts of the model with its export: shapes that no Hugging Face layout describes, said before the run instead
+    of at its end."""
     model = recipe.model
     if not recipe.checkpoint.export_hf or model.kind == "hf" or model.path:
         return
@@ -265,7 +267,7 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _multiple(value: int, of: int) -> int:
-    """The multiple of `of` nearest to `value`, at least one."""
+    """For the model's conflicts, the multiple of `of` nearest to `value`, at least one."""
     return max(1, round(value / of)) * of
 
 
@@ -281,7 +283,8 @@ def _images_of_several(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _nothing_held_out(recipe: Recipe) -> Iterator[Conflict]:
-    """The text of this installation and images are divided by shares; the user's own text may be held out by files."""
+    """Conflicts of a share held out that is 0: the text of this installation and images are divided by shares; the
+    user's own text may be held out by files."""
     data, images = recipe.data, recipe.model.task == "image_classification"
     if data.holdout == 0 and (images or (data.source == "installed" and not data.sources)):
         yield Conflict(

@@ -265,12 +265,12 @@ class MemorySection(Section):
 
     @property
     def can(self) -> Capabilities:
-        """Capabilities of the executor."""
+        """Capabilities of the recipe's executor."""
         return capabilities_of(self.executor)
 
     @property
     def tiers(self) -> tuple[Tier, Tier, Tier]:
-        """Where parameters, optimizer states and layer inputs are kept."""
+        """Tiers of a recipe: where parameters, optimizer states and layer inputs are kept."""
         return TIERS[self.offload_params], TIERS[self.offload_optimizer], TIERS[self.offload_activations]
 
 
@@ -373,5 +373,5 @@ class Recipe(Section):
 
     @property
     def executor(self) -> ExecutorName:
-        """Name of the executor that runs the steps: `memory.executor`, or the one for stages."""
+        """Name of the executor that runs the recipe's steps: `memory.executor`, or the one for stages."""
         return "pipeline" if self.parallel.pp > 1 else self.memory.executor

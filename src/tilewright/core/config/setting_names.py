@@ -34,7 +34,7 @@ class Field:
 
     @property
     def doc(self) -> str:
-        """The text under the field in `core.config.recipe`, on one line."""
+        """Text of a setting under its field in `core.config.recipe`, on one line."""
         return " ".join((self.info.description or "").split())
 
     @property
@@ -48,13 +48,13 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed texts of a field that is a choice and nothing else; else empty."""
+        """Allowed texts of a setting that is a choice and nothing else; else empty."""
         kind = _without_none(self.info.annotation)
         return tuple(map(str, typing.get_args(kind))) if typing.get_origin(kind) is typing.Literal else ()
 
     @property
     def is_text(self) -> bool:
-        """True where every value is a text, so that `--run.name 7` means "7"."""
+        """True where every value of a setting is a text, so that `--run.name 7` means "7"."""
         return self.info.annotation is str or bool(self.choices)
 
     @property
@@ -67,7 +67,7 @@ class Field:
 
 
 def sections(root: type[BaseModel] = Recipe) -> dict[str, type[BaseModel]]:
-    """The sections by name, in the order of the schema; one inside another as `outer.inner`."""
+    """Names of sections of settings, in the order of the schema; one inside another as `outer.inner`."""
     return dict(_known(root))
 
 
@@ -85,12 +85,12 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[B
 
 
 def is_section(info: FieldInfo) -> bool:
-    """True if a field of the schema is a section and not a setting."""
+    """True if a name is a section of the schema and not a setting."""
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 
 def fields(root: type[BaseModel] = Recipe) -> Iterator[Field]:
-    """All settings of the schema, section by section."""
+    """Names of all settings of the schema, section by section."""
     for section, model in sections(root).items():
         for name, info in model.model_fields.items():
             if not is_section(info):
@@ -106,7 +106,7 @@ def find(path: str, root: type[BaseModel] = Recipe) -> Field | None:
 
 
 def from_environment(path: str) -> str:
-    """The setting that an environment variable means, whose name has no dot inside of a section's name.
+    """The setting's name that an environment variable means, whose name has no dot inside of a section's name.
 
     Example:
         >>> from_environment("precision.controller_budget"), from_environment("train.steps")
@@ -120,7 +120,7 @@ def from_environment(path: str) -> str:
 
 
 def nested(values: Mapping[str, object]) -> dict[str, typing.Any]:
-    """Values by `section.field` as a tree of sections."""
+    """Values by settings' names (`section.field`) as a tree of sections."""
     found: dict[str, typing.Any] = {}
     for path, value in values.items():
         *above, name = path.split(".")
@@ -132,12 +132,12 @@ def nested(values: Mapping[str, object]) -> dict[str, typing.Any]:
 
 
 def flat(tree: Mapping[str, typing.Any]) -> dict[str, typing.Any]:
-    """A dumped recipe's values by `section.field`, section by section."""
+    """A dumped recipe's values by settings' names (`section.field`), section by section."""
     return {item.path: value_at(tree, item.path) for item in fields()}
 
 
 def value_at(tree: Mapping[str, typing.Any], path: str) -> typing.Any:
-    """A dumped recipe's value at `section.field`."""
+    """A dumped recipe's value at a setting's name (`section.field`)."""
     found: typing.Any = tree
     for name in path.split("."):
         found = found[name]
@@ -200,7 +200,7 @@ def suggest(path: str, root: type[BaseModel] = Recipe) -> str:
 
 
 def json_schema() -> dict[str, typing.Any]:
-    """JSON schema of a recipe file, for editors: the sections plus `extends`."""
+    """JSON schema of settings' names in a recipe file, for editors: the sections plus `extends`."""
     schema = Recipe.model_json_schema()
     schema["title"] = "tilewright recipe"
     schema["properties"] = {

@@ -36,7 +36,7 @@ class TomlFile:
     lines: dict[str, int]
 
     def place(self, key: str) -> str:
-        """`file:line` of a key, or of the section around it, or the file."""
+        """Place in a TOML file: `file:line` of a key, or of the section around it, or the file."""
         line = self.lines.get(key)
         while line is None and "." in key:
             key = key.rpartition(".")[0]
@@ -45,7 +45,7 @@ class TomlFile:
 
 
 def find_recipe(name: str | Path, *, folder: Path | None = None, where: str = "") -> Path:
-    """Find the recipe file by path or by the name of a shipped recipe; a file of that name comes first.
+    """Find the TOML file of a recipe by path or by the name of a shipped one; a file of that name comes first.
 
     Args:
         name: path, or a name such as `default` or `default.toml`.
@@ -75,7 +75,7 @@ def find_recipe(name: str | Path, *, folder: Path | None = None, where: str = ""
 
 
 def _check_name(name: str | Path, where: str) -> None:
-    """Raises ConfigError where no file can have this name."""
+    """Raises ConfigError where no TOML file can have this name."""
     longest = max(map(len, os.fsencode(name).split(b"/")))
     if "\0" in str(name) or longest > _LONGEST_NAME or len(os.fsencode(name)) > _LONGEST_PATH:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _plain(key: str) -> str:
 
 
 def toml_text(value: object) -> str:
-    """A value as it is in a recipe.
+    """TOML text of a value as it is in a recipe.
 
     Example:
         >>> toml_text((0.9, 0.95)), toml_text("cpu"), toml_text(None)
@@ -170,7 +170,7 @@ def toml_text(value: object) -> str:
 
 
 def _short(value: object, depth: int = 0) -> object:
-    """A value that fits a line of a message: long lists, tables and texts are cut."""
+    """A short TOML value that fits a line of a message: long lists, tables and texts are cut."""
     if depth > 3:
         return "..."
     if isinstance(value, str) and len(value) > _SHORT_TEXT:
@@ -187,7 +187,7 @@ def _short(value: object, depth: int = 0) -> object:
 
 
 def inline(value: object) -> object:
-    """A value with its tables inline, so that a setting stays on its line."""
+    """A TOML value with its tables inline, so that a setting stays on its line."""
     if isinstance(value, dict):
         table = tomlkit.inline_table()
         table.update({key: inline(inner) for key, inner in value.items()})

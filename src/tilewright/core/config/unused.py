@@ -94,13 +94,13 @@ def _other_policy(policy: str, recipe: Recipe) -> bool:
 
 
 def _is_far(recipe: Recipe) -> bool:
-    """True if data is read from addresses."""
+    """For unused settings, true if data is read from addresses."""
     sources = recipe.data.sources.values() or (recipe.data.source,)
     return any("://" in source and not source.startswith("hf://") for source in sources)
 
 
 def _is_built(source: str) -> bool:
-    """True if a source is the folder of a built dataset; False for what is no path at all."""
+    """For unused settings, true if a source is the folder of a built dataset; False for what is no path at all."""
     return os.path.isfile(os.path.join(os.path.expanduser(source), "dataset.json"))
 
 
@@ -225,6 +225,6 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
 
 
 def without_effect(recipe: Recipe) -> dict[str, str]:
-    """Fields that the rest of the recipe makes void, with the setting that does it."""
+    """Unused settings, without effect: fields that the rest of the recipe makes void, with the setting that does it."""
     rows = [row for row in _VOID if row[0](recipe)]
     return {f"{section}.{name}": why for _, why, section, names in reversed(rows) for name in names}

@@ -21,7 +21,7 @@ def schema_problems(
     places: Mapping[str, str],
     root: type[BaseModel] = Recipe,
 ) -> list[tuple[str, Problem]]:
-    """One problem a field, whatever number of details the schema library found in it.
+    """Messages about values by the schema: one problem a field, whatever number of details its library found in it.
 
     Args:
         error: of the validation of a whole file.
@@ -53,7 +53,8 @@ def schema_problems(
 
 
 def _start(value: object) -> str:
-    """The part of a value that is compared with a word: its beginning. Comparing takes the square of the length."""
+    """For a message, the part of a value that is compared with a word: its beginning. Comparing takes the square of the
+    length."""
     return value[:_COMPARED] if isinstance(value, str) else ""
 
 

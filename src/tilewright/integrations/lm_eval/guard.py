@@ -21,7 +21,7 @@ SEEDS = (0, 1234, 1234)
 
 @contextmanager
 def contained(verbose: bool = False) -> Iterator[None]:
-    """Inside, the harness may run, seeded as its own command line seeds it.
+    """Guard around lm_eval: inside, the harness may run, seeded as its own command line seeds it.
 
     Args:
         verbose: show what it and the libraries below it log and warn.

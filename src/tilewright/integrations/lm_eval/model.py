@@ -75,30 +75,31 @@ class TilewrightLM(TemplateLM):
 
     @property
     def notes(self) -> list[str]:
-        """Departures from what was asked, each with its number of requests."""
+        """Notes of the model for lm_eval: departures from what was asked, each with its number of requests."""
         return [f"{text}: {count} requests" for text, count in self._counts.items()] + self.model.notes
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The token that ends a text for lm_eval's model."""
         return self.codec.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands for an empty context."""
+        """The token that stands for an empty context for lm_eval's model."""
         return self.codec.prefix_id
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, for the harness' cache of requests."""
+        """The tokenizer's name of lm_eval's model, for the harness' cache of requests."""
         return self._name.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text where it is applied."""
+        """The chat template's text of lm_eval's model where it is applied."""
         return self.chat.source if chat_template and self.chat else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text. Where the template takes no system message it is left out, as the harness does.
+        """A conversation as text for lm_eval's model. Where the template takes no system message it is left out, as the
+        harness does.
 
         Args:
             chat_history: messages.
@@ -120,11 +121,12 @@ class TilewrightLM(TemplateLM):
         return text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text; see `TextCodec.encode`."""
+        """Ids of a text for lm_eval's model; see `TextCodec.encode`."""
         return self.codec.encode(string, add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """(log-likelihood of the answer in nats, whether it is what greedy decoding gives) of each request."""
+        """For lm_eval's model: (log-likelihood of the answer in nats, whether it is what greedy decoding gives) of each
+        request."""
         pairs = []
         for request in requests:
             context, answer = cast(tuple[str, str], request.args)
@@ -141,7 +143,8 @@ class TilewrightLM(TemplateLM):
         return self._loglikelihood_tokens(pairs)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihood in nats of each whole text, in windows of `max_length` tokens that do not overlap."""
+        """Log-likelihood in nats of each whole text by lm_eval's model, in windows of `max_length` tokens that do not
+        overlap."""
         windows: list[Request] = []
         counts = []
         for (text,) in (request.args for request in requests):
@@ -154,7 +157,8 @@ class TilewrightLM(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def _loglikelihood_tokens(self, requests: list[Request], **_: Any) -> list[tuple[float, bool]]:
-        """Score answers given as ids. Requests that differ in their answer's last token alone share a row."""
+        """Score answers given as ids by lm_eval's model. Requests that differ in their answer's last token alone share
+        a row."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         scored = [index for index, request in enumerate(requests) if request[2]]
         order = Collator(
@@ -180,7 +184,7 @@ class TilewrightLM(TemplateLM):
 
     @torch.no_grad()
     def _log_probs(self, batch: Sequence[Request]) -> list[torch.Tensor]:
-        """Of each request FP32 [answer, V], at the places of its answer."""
+        """Log-probabilities by lm_eval's model of each request, FP32 [answer, V], at the places of its answer."""
         rows = []
         for _, context, answer in batch:
             if len(answer) > self.max_length:
@@ -203,7 +207,7 @@ class TilewrightLM(TemplateLM):
         return list(logits_NV.log_softmax(-1).split([len(answer) for _, _, answer in batch]))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """The text that the model writes after each context, up to a stop text."""
+        """For lm_eval's model, the text that the model writes after each context, up to a stop text."""
         order = Collator(
             [cast(tuple[str, dict[str, Any]], request.args) for request in requests],
             sort_fn=lambda request: (-len(self.tok_encode(request[0])), request[0]),
@@ -254,7 +258,8 @@ class TilewrightLM(TemplateLM):
 
 
 def _score(answer: list[int], log_probs_SV: torch.Tensor) -> tuple[float, bool]:
-    """Of an answer by the log probabilities at its places, or at more: requests of a group may be split otherwise."""
+    """Score of an answer by lm_eval's model: by the log probabilities at its places, or at more: requests of a group
+    may be split otherwise."""
     targets_S = torch.tensor(answer, device=log_probs_SV.device)
     own_SV = log_probs_SV[-len(answer) :]
     greedy = bool((own_SV.argmax(-1) == targets_S).all())
@@ -262,7 +267,7 @@ def _score(answer: list[int], log_probs_SV: torch.Tensor) -> tuple[float, bool]:
 
 
 def _similar(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
-    """Sorted prompts in parts of similar lengths."""
+    """Similar prompts for lm_eval's model: sorted ones in parts of similar lengths."""
     parts: list[list[list[int]]] = []
     for ids in prompts:
         if parts and len(parts[-1][0]) - len(ids) <= _SPREAD:
@@ -273,7 +278,7 @@ def _similar(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
-    """How a task wants tokens to be drawn.
+    """Sampling for lm_eval's model: how a task wants tokens to be drawn.
 
     Raises:
         ConfigError: in a way that is not ours.

@@ -13,7 +13,7 @@ from tilewright.training.runlog.task_scores import Conditions, TaskScore
 def run_tasks(
     model: TilewrightLM, tasks: TaskSet, *, name: str, role: str, limit: int | None = None, chat: bool = False
 ) -> list[TaskScore]:
-    """Evaluate a model on tasks.
+    """Run lm_eval: evaluate a model on tasks.
 
     Args:
         model: the model.
@@ -62,7 +62,7 @@ def run_tasks(
 
 
 def _number(value: Any) -> float | None:
-    """None where the harness has no number ("N/A")."""
+    """A number of an lm_eval run; None where the harness has none ("N/A")."""
     return float(value) if isinstance(value, int | float) else None
 
 

@@ -63,7 +63,7 @@ class TaskSet:
                     _check_task(task)
 
     def load(self) -> dict[str, Any]:
-        """Fresh tasks, as the harness' `evaluate` takes them."""
+        """Load tasks of lm_eval, fresh ones, as the harness' `evaluate` takes them."""
         loaded = _load(self._manager, self.names)
         for task in loaded["tasks"].values():
             given = task.get_config("num_fewshot")
@@ -89,7 +89,8 @@ class TaskSet:
 
 
 def _manager(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Of the user's tasks alone where these are enough: to read the harness' own takes half a minute."""
+    """lm_eval's manager of the user's tasks alone where these are enough: to read the harness' own takes half a
+    minute."""
     if include_path is not None:
         own = TaskManager(include_path=include_path, include_defaults=False)
         if set(names) <= set(own.all_subtasks):

@@ -36,7 +36,7 @@ class TextCodec:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, folder: Path | None) -> "TextCodec":
-        """The codec of a model.
+        """The codec of a model's text for lm_eval.
 
         Args:
             tokenizer: of the model.
@@ -54,7 +54,7 @@ class TextCodec:
         return reader_of(self.backend)
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Ids of a text.
+        """Ids of a text for lm_eval.
 
         Args:
             text: any text.
@@ -69,12 +69,13 @@ class TextCodec:
         return [self.prefix_id, *ids] if self.prefixed else ids
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
-        """Text of ids."""
+        """Text of ids for lm_eval."""
         return self._reader.decode(ids, skip_special)
 
 
 def _declared_prefix(folder: Path) -> bool | None:
-    """The value of `add_bos_token`; None where neither it nor `add_eos_token` is there (transformers reads it so)."""
+    """For lm_eval's text, the value of `add_bos_token`; None where neither it nor `add_eos_token` is there
+    (transformers reads it so)."""
     if not (folder / CONFIG).is_file():
         return None
     values = json.loads((folder / CONFIG).read_bytes())

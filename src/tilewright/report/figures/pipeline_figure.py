@@ -38,7 +38,8 @@ class PipelineView:
 
 
 def pipeline_view(run: RunData) -> PipelineView | None:
-    """The pipeline of a run with stages; None where nothing was measured, or the file is not as `train` writes it."""
+    """The figure of a run's pipeline with stages; None where nothing was measured, or the file is not as `train` writes
+    it."""
     found = run.pipeline
     if found is None:
         return None
@@ -92,7 +93,7 @@ def _words(one: Pass) -> str:
 
 
 def _history(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """Idle share by step, where there is more than one."""
+    """History in the pipeline's figure: idle share by step, where there is more than one."""
     if len(rows) < 2:
         return []
     steps = [float(row["step"]) for row in rows]

@@ -66,7 +66,7 @@ class Figure:
 
 
 def loss_figure(run: RunData) -> Figure | None:
-    """Figure of training loss, raw and smoothed, held-out loss, and the moments where something changed."""
+    """Run figure of training loss, raw and smoothed, held-out loss, and the moments where something changed."""
     steps, losses = run.column("loss")
     if not steps:
         return None
@@ -97,12 +97,13 @@ def loss_figure(run: RunData) -> Figure | None:
 
 
 def domain_colours(run: RunData) -> dict[str, int]:
-    """The colour of each domain that was evaluated, the same in all charts: 1 to 5. Colour 0 is of all domains."""
+    """In run figures, the colour of each domain that was evaluated, the same in all charts: 1 to 5. Colour 0 is of all
+    domains."""
     return {domain: 1 + i % 5 for i, domain in enumerate(domain_losses(run))}
 
 
 def perplexity_figure(run: RunData) -> Figure | None:
-    """Figure of the held-out perplexity of each domain."""
+    """Run figure of the held-out perplexity of each domain."""
     domains = {name: points for name, points in domain_losses(run).items() if points}
     if not domains:
         return None
@@ -123,7 +124,7 @@ def perplexity_figure(run: RunData) -> Figure | None:
 
 
 def norm_figure(run: RunData) -> Figure | None:
-    """Figure of the gradient norm over time, with the bound it is clipped to."""
+    """Run figure of the gradient norm over time, with the bound it is clipped to."""
     steps, norms = run.column("grad_norm")
     if not steps:
         return None
@@ -143,7 +144,7 @@ def norm_figure(run: RunData) -> Figure | None:
 
 
 def norm_distribution_figure(run: RunData) -> Figure | None:
-    """Histogram of the gradient norm against the log-normal law with the same log-moments."""
+    """Run figure: histogram of the gradient norm against the log-normal law with the same log-moments."""
     norms, which = settled_norms(run)
     fit = fit_log_normal(norms)
     if fit is None:
@@ -167,7 +168,8 @@ def _fit_words(fit: LogNormalFit) -> str:
 
 
 def loss_scale_figure(run: RunData) -> Figure | None:
-    """Loss scale over time and the steps that were skipped; None where the scale never differs from 1."""
+    """Run figure of the loss scale over time and the steps that were skipped; None where the scale never differs from
+    1."""
     steps, scales = run.column("loss_scale")
     skipped = skipped_steps(run)
     if not steps or (set(scales) == {1.0} and not skipped):
@@ -187,7 +189,7 @@ def loss_scale_figure(run: RunData) -> Figure | None:
 
 
 def rate_figure(run: RunData) -> Figure | None:
-    """Figure of the learning rate over time."""
+    """Run figure of the learning rate over time."""
     steps, rates = run.column("lr")
     if not steps:
         return None
@@ -199,7 +201,7 @@ def rate_figure(run: RunData) -> Figure | None:
 
 
 def throughput_figure(run: RunData) -> Figure | None:
-    """Figure of tokens a second, with the plan's prediction."""
+    """Run figure of tokens a second, with the plan's prediction."""
     steps, speeds = run.column("tokens_per_s")
     if not steps:
         return None
@@ -218,7 +220,7 @@ def throughput_figure(run: RunData) -> Figure | None:
 
 
 def wait_figure(run: RunData) -> Figure | None:
-    """Figure of the share of the step time spent waiting for data."""
+    """Run figure of the share of the step time spent waiting for data."""
     steps, shares = run.column("wait_share")
     if not steps:
         return None
@@ -235,7 +237,7 @@ def wait_figure(run: RunData) -> Figure | None:
 
 
 def memory_figure(run: RunData) -> Figure | None:
-    """Figure of measured bytes by owner over time."""
+    """Run figure of measured bytes by owner over time."""
     rows = [row for row in run.steps if "memory" in row]
     if len(rows) < 2:
         return None
@@ -251,7 +253,7 @@ def memory_figure(run: RunData) -> Figure | None:
 
 
 def memory_bars_figure(run: RunData) -> Figure | None:
-    """Figure of planned against measured bytes by owner, at the peak of each."""
+    """Run figure of planned against measured bytes by owner, at the peak of each."""
     phase, planned = planned_peak(run)
     measured: Row = peak_memory_row(run, with_owners=True) or peak_memory_row(run) or {}
     owned: Mapping[str, float] = measured.get("memory") or {}
@@ -273,7 +275,8 @@ def _at(what: str, phase: str) -> str:
 
 
 def _smooth(steps: Sequence[float], values: Sequence[float], log: bool) -> Series:
-    """The curve through a tenth of the records at a time; by their logarithms where all are positive and `log`."""
+    """A smooth curve in run figures through a tenth of the records at a time; by their logarithms where all are
+    positive and `log`."""
     xs, ys = smooth(steps, [math.log(value) for value in values] if log else values, _window(values))
     ys = [from_log(y) for y in ys] if log else ys
     low, high = min(values), max(values)  # a line through a jump goes beyond what was measured
@@ -281,7 +284,7 @@ def _smooth(steps: Sequence[float], values: Sequence[float], log: bool) -> Serie
 
 
 def _is_wide(values: Sequence[float]) -> bool:
-    """True where a curve needs a logarithmic axis: a straight one would show its jump alone."""
+    """True where a curve of run figures needs a logarithmic axis: a straight one would show its jump alone."""
     return min(values) > 0 and max(values) / min(values) >= WIDE_RANGE
 
 
@@ -290,5 +293,5 @@ def _left_out(count: int, of: int, what: str) -> str:
 
 
 def _window(values: Sequence[object]) -> int:
-    """Records that one smoothed point rests on: a tenth of them, five at least."""
+    """Window of smoothing in run figures: records that one point rests on: a tenth of them, five at least."""
     return max(5, len(values) // 10)

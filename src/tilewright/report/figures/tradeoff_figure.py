@@ -11,7 +11,8 @@ _SIZE = (760, 420)
 
 
 def tradeoff_svg(found: SearchResult, title: str) -> str:
-    """Picture of a search for a policy: fastest policies over budgets, the chosen one and the usual choices marked.
+    """Trade-off picture of a search for a policy: fastest policies over budgets, the chosen one and the usual choices
+    marked.
 
     Args:
         found: what a search found.

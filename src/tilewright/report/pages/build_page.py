@@ -27,7 +27,7 @@ _MOST_REASONS, _MOST_FIGURES = 60, 40
 
 
 def write_build_page(account: BuildAccount) -> Path:
-    """Write `report.html` into the folder of the build, whole or not at all; returns its path."""
+    """Write the page of a data build, `report.html`, into its folder, whole or not at all; returns its path."""
     path = account.folder / PAGE
     write_whole(path, render_build(account))
     return path
@@ -74,7 +74,8 @@ def _stage_row(stage: StageCount) -> list[str]:
 
 
 def _domain_row(name: str, summary: dict[str, Any]) -> list[str]:
-    """Records of each modality; text, tokens and what is held out, where there are any; and what was dropped."""
+    """A domain's row on the page of a build: records of each modality; text, tokens and what is held out, where there
+    are any; and what was dropped."""
     records, counts = summary["records"][name], summary["domains"].get(name)
     row = [name or NO_DOMAIN, *(f"{records.get(one, 0):,}" for one in MODALITIES)]
     if counts is None:
@@ -86,7 +87,7 @@ def _domain_row(name: str, summary: dict[str, Any]) -> list[str]:
 
 
 def _figure(one: MeasureHistogram) -> Figure:
-    """A histogram as steps; counts of things are on an axis of powers of two."""
+    """A figure on the page of a build: a histogram as steps; counts of things are on an axis of powers of two."""
     doubles = one.starts[2] == 2 * one.starts[1] and one.starts[1] == 1
     last = max((i for i, count in enumerate(one.counts) if count), default=0) + 2
     xs = [float(i) if doubles else start for i, start in enumerate(one.starts)][:last]

@@ -28,7 +28,7 @@ class CompressTable:
 
 
 def verdict_of(record: Mapping[str, Any]) -> str:
-    """The verdict of a compression in a sentence; of one that was stopped, that.
+    """The verdict on the page of a compression in a sentence; of one that was stopped, that.
 
     Example:
         >>> verdict_of({"run": "base", "settings": {"budget": 0.01}})
@@ -50,7 +50,8 @@ def verdict_of(record: Mapping[str, Any]) -> str:
 
 
 def _both(row: Mapping[str, Any]) -> str:
-    """Rises over the run, and over the run with as many more steps, where that control was run."""
+    """Both rises on the page of a compression: over the run, and over the run with as many more steps, where that
+    control was run."""
     equal = row.get("equal_rise")
     more = "" if equal is None else f" ({_percent(equal)} over the run with as many more steps)"
     return _percent(row["rise"]) + more
@@ -105,7 +106,7 @@ def _stages(record: Mapping[str, Any]) -> CompressTable:
 
 
 def _measured(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Both rises, each with its error."""
+    """Measured rises on the page of a compression: both, each with its error."""
     equal_error = "" if row.get("equal_rise") is None else error_in_words(row["equal_error"])
     return _percent(row["rise"]), error_in_words(row["error"]), _equal(row), equal_error
 
@@ -162,7 +163,8 @@ def _sensitivity(record: Mapping[str, Any]) -> CompressTable:
 
 
 def _times(record: Mapping[str, Any]) -> CompressTable:
-    """Of cuts that were made: the time that was predicted from each kind alone beside the measured one."""
+    """Times on the page of a compression, of cuts that were made: the time that was predicted from each kind alone
+    beside the measured one."""
     rows = []
     for row in record["recovered"].values():
         predicted, measured = row["predicted_speed"], row["speed"]
@@ -180,7 +182,7 @@ def _times(record: Mapping[str, Any]) -> CompressTable:
 
 
 def _hours(record: Mapping[str, Any]) -> CompressTable:
-    """Of stages that ran: predicted and measured seconds."""
+    """Hours on the page of a compression, of stages that ran: predicted and measured seconds."""
     times = record["time"]
     predicted, measured = times["predicted"]["stages"], times.get("measured", {})
     rows = [
@@ -214,7 +216,7 @@ def _best(record: Mapping[str, Any]) -> str:
 
 
 def _runs(units: Sequence[int]) -> str:
-    """Numbers as ranges.
+    """Runs of numbers on the page of a compression: as ranges.
 
     Example:
         >>> _runs([0, 1, 2, 5, 7, 8])

@@ -61,7 +61,7 @@ def render_meshes(found: BestMeshes, verdict: str, changes: Sequence[Sequence[st
 
 
 def _bound(text: str) -> str:
-    """A cell whose numbers stay with what they count."""
+    """A bound cell on the page of meshes, whose numbers stay with what they count."""
     return _AROUND_NUMBERS.sub("\N{NO-BREAK SPACE}", text)
 
 
@@ -80,7 +80,7 @@ def _cards(best: MeshStep) -> list[SummaryCard]:
 
 
 def _time(found: BestMeshes) -> Figure:
-    """Of each setting the parts of its step, one behind the other."""
+    """Time on the page of meshes: of each setting the parts of its step, one behind the other."""
     rows = []
     for place, step in enumerate(found.best, 1):
         bars, begin = [], 0.0
@@ -96,7 +96,7 @@ def _time(found: BestMeshes) -> Figure:
 
 
 def _bytes(found: BestMeshes) -> Figure:
-    """Of each setting the bytes of the rank that needs most, by owner."""
+    """Bytes on the page of meshes: of each setting those of the rank that needs most, by owner."""
     names = [name for name in found.best[0].worst.owners if any(step.worst.owners[name] for step in found.best)]
     rows = [
         (f"{place}, {step.worst.peak_phase}", [step.worst.owners[name] for name in names])
@@ -112,7 +112,7 @@ def _legend(names: Sequence[str]) -> list[tuple[int, str, str]]:
 
 
 def _gantt(found: BestMeshes) -> list[Figure]:
-    """Of the fastest setting with stages, one row of ranks."""
+    """Gantt chart on the page of meshes: of the fastest setting with stages, one row of ranks."""
     for place, step in enumerate(found.best, 1):
         simulated = step.simulated
         if simulated is not None:
@@ -121,7 +121,7 @@ def _gantt(found: BestMeshes) -> list[Figure]:
 
 
 def _not_drawn(step: MeshStep) -> str:
-    """Parts of a step that its passes lack."""
+    """Parts of a step that are not drawn on the page of meshes, as its passes lack them."""
     drawn, whole = step.costs.simulated_count, step.setting.count
     passes = f"The first {drawn} of {whole} micro-batches, after which all take as long" if drawn < whole else "Passes"
     rest = "gathers, sums of gradients and the update are not drawn"

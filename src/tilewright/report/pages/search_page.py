@@ -28,7 +28,7 @@ _POINTS = (
 
 
 def verdict_of(record: Mapping[str, Any]) -> str:
-    """The verdict of a search over layers in a sentence; of one that was stopped or found nothing, that.
+    """The verdict on the page of a search over layers, in a sentence; of one that was stopped or found nothing, that.
 
     Example:
         >>> verdict_of({"run": "base"})
@@ -54,7 +54,7 @@ def _uniform(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _costs(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Of the limits alone, as shares of the run's."""
+    """Costs on the page of a search: of the limits alone, as shares of the run's."""
     return ", ".join(f"{_MEASURES[name]} {_share(row, name, record)}" for name in record["settings"]["limits"])
 
 
@@ -115,7 +115,7 @@ def _scatter(record: Mapping[str, Any], name: str) -> Figure:
 
 
 def _trained(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
-    """Name and role of each shape that was trained, and its row."""
+    """Trained shapes on the page of a search: name and role of each, and its row."""
     alike = record.get("best_uniform")
     names = [*record.get("tried", ()), *([alike] if alike else [])]
     for name in dict.fromkeys(names):

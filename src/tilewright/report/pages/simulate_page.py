@@ -100,7 +100,7 @@ def _causes(shown: Sequence[Rung]) -> PageTable:
 
 
 def step_gantt(name: str, step: SimulatedStep, left_out: str = "") -> Figure:
-    """A Gantt chart of the time of each rank in a simulated step.
+    """A Gantt chart on the page of a simulation: the time of each rank in a simulated step.
 
     Args:
         name: of the figure.

@@ -29,7 +29,7 @@ class DomainChange:
 
     @property
     def share(self) -> float:
-        """Change of the loss over the loss before; below 0 where it fell."""
+        """Change of a domain's loss before and after, over that before; below 0 where it fell."""
         return self.after / self.before - 1 if self.before else 0.0
 
 
@@ -49,14 +49,14 @@ class TaskChange:
 
     @property
     def metric(self) -> str:
-        """Metric and filter, with an arrow to the better side."""
+        """Metric and filter of a task before and after, with an arrow to the better side."""
         row = self.either
         name = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
         return name + {True: " \u2191", False: " \u2193", None: ""}[row.higher_is_better]
 
     @staticmethod
     def shown(score: TaskScore | None) -> str:
-        """Value and standard error."""
+        """Value and standard error of a task before or after."""
         if score is None or score.value is None:
             return "-"
         error = "" if score.stderr is None else f" \u00b1 {_digits(score.stderr)}"
@@ -64,7 +64,8 @@ class TaskChange:
 
     @property
     def difference(self) -> str:
-        """Run minus base, with the standard error of a difference of two independent samples; "" without both.
+        """Difference of a task after from before: run minus base, with the standard error of a difference of two
+        independent samples; "" without both.
 
         Both models saw the same documents, so the true error is usually smaller.
         """
@@ -82,7 +83,7 @@ def _digits(value: float) -> str:
 
 
 def task_changes(rows: Sequence[TaskScore]) -> list[TaskChange]:
-    """Metrics of tasks, in the order in which they were first evaluated."""
+    """Changes of tasks before and after: metrics in the order in which they were first evaluated."""
     found: dict[tuple[str, str, str], dict[str, TaskScore]] = {}
     for row in rows:
         found.setdefault((row.task, row.metric, row.filter), {})[row.role] = row
@@ -102,8 +103,8 @@ class ShownSample:
 
 
 def changes(run: RunData) -> list[DomainChange]:
-    """Changes of the held-out loss by domain; empty for a run that did not begin with an evaluation, or has no later
-    one."""
+    """Changes before and after of the held-out loss by domain; empty for a run that did not begin with an evaluation,
+    or has no later one."""
     return [
         DomainChange(domain, points[0][1], points[-1][1], table == "eval")
         for table in ("eval", "eval_other")
@@ -113,13 +114,13 @@ def changes(run: RunData) -> list[DomainChange]:
 
 
 def _same_text(run: RunData) -> str:
-    """The table in which the first and the last evaluation are of the same rows."""
+    """For before and after, the table in which the first and the last evaluation are of the same rows."""
     ends = [sum(result["tokens"] for result in row["eval_all"].values()) for row in (*run.evals[:1], *run.evals[-1:])]
     return "eval_all" if len(set(ends)) == 1 else "eval"
 
 
 def samples(run: RunData) -> list[ShownSample]:
-    """The samples of the newest step that has any, in the order in which they were written."""
+    """Samples before and after: those of the newest step that has any, in the order in which they were written."""
     if not run.samples:
         return []
     newest = run.samples[-1]["step"]

@@ -15,7 +15,8 @@ stays are doubles."""
 
 
 def number(value: object) -> float | None:
-    """A value of a run folder as a float; None where it is no number, is not finite, or is beyond `LARGEST`.
+    """A clean value of a run folder's row as a float; None where it is no number, is not finite, or is beyond
+    `LARGEST`.
 
     Example:
         >>> number(3), number(float("nan")), number("3"), number(True), number(10**400)
@@ -40,21 +41,21 @@ def clean(value: Any) -> Any:
 
 
 def numbers(value: object) -> dict[str, float]:
-    """The entries of a mapping that are numbers; empty where it is no mapping."""
+    """Clean numbers of a row: the entries of a mapping that are numbers; empty where it is no mapping."""
     if not isinstance(value, Mapping):
         return {}
     return {name: item for name, item in value.items() if number(item) is not None}
 
 
 def number_tables(value: object) -> dict[str, dict[str, float]]:
-    """The entries of a mapping that are mappings of numbers."""
+    """Clean tables of numbers of a row: the entries of a mapping that are mappings of numbers."""
     if not isinstance(value, Mapping):
         return {}
     return {name: numbers(item) for name, item in value.items() if isinstance(item, Mapping)}
 
 
 def step_row(row: Row) -> Row:
-    """A row of training with its tables of bytes cleaned; a table that is none is left out."""
+    """A clean row of training with its tables of bytes; a table that is none is left out."""
     found = {name: value for name, value in row.items() if not name.startswith("memory_") and name != "memory"}
     if number(row.get("memory_bytes")) is not None:
         found["memory_bytes"] = row["memory_bytes"]
@@ -67,7 +68,7 @@ def step_row(row: Row) -> Row:
 
 
 def eval_row(row: Row) -> Row:
-    """A row of evaluation: by domain its loss (None where not finite), the number of tokens, at least 1, and the
+    """A clean row of evaluation: by domain its loss (None where not finite), the number of tokens, at least 1, and the
     bytes of text that they stand for (None where they are not text).
 
     `eval` is of the same rows at each step, so that a curve of it means something; `eval_all` of all that was evaluated
@@ -95,5 +96,5 @@ def _eval_table(value: object) -> dict[str, Row]:
 
 
 def plan_of(value: Row | None) -> Row | None:
-    """A run folder's plan with its phases as tables of numbers."""
+    """A run folder's plan, cleaned, with its phases as tables of numbers."""
     return None if value is None else value | {"phases": number_tables(value.get("phases"))}

@@ -66,30 +66,32 @@ class RunData:
     trouble: Sequence[str] = ()
 
     def column(self, key: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a metric, where it was recorded as a number."""
+        """A column of the collected data of a run: steps and values of a metric, where it was recorded as a number."""
         rows = [(float(row["step"]), value) for row in self.steps if (value := number(row.get(key))) is not None]
         return [step for step, _ in rows], [value for _, value in rows]
 
     def number_setting(self, section: str, name: str) -> float | None:
-        """A value of the resolved recipe as a number, None where it is not recorded or none."""
+        """A setting of the collected data of a run as a number, of the resolved recipe; None where it is not recorded
+        or none."""
         return number(self.setting(section, name))
 
     def planned(self, key: str) -> float | None:
-        """A number of the plan, None where it is not recorded or not known."""
+        """A planned number of the collected data of a run, None where it is not recorded or not known."""
         return number((self.plan or {}).get(key))
 
     def corrected(self, key: str) -> float | None:
-        """A number of the plan as it was corrected beside the first steps; None where it was not."""
+        """A corrected number of the collected data of a run: of the plan as it was corrected beside the first steps;
+        None where it was not."""
         corrected = (self.plan or {}).get("corrected")
         return number(corrected.get(key)) if isinstance(corrected, Mapping) else None
 
     def setting(self, section: str, name: str) -> Any:
-        """A value of the resolved recipe, None where it is not recorded."""
+        """A setting of the collected data of a run: value of the resolved recipe, None where it is not recorded."""
         values = self.recipe.get(section)
         return values.get(name) if isinstance(values, Mapping) else None
 
     def kinds(self, *kinds: str) -> list[Row]:
-        """Events of these kinds, in order."""
+        """Events of these kinds in the collected data of a run, in order."""
         return [row for row in self.events if row.get("kind") in kinds]
 
 
@@ -141,7 +143,7 @@ def _read_energy(run_dir: Path, trouble: list[str]) -> EnergyRecord | None:
 
 
 def _usable(declared: TypeAdapter[Any], values: Any, name: str, trouble: list[str]) -> list[Row]:
-    """The rows of a table that are as declared; the others are counted."""
+    """Usable rows that are collected of a table: those that are as declared; the others are counted."""
     found, bad = recorded.usable(declared, values)
     if bad:
         trouble.append(f"{name}: {bad} {'row is' if bad == 1 else 'rows are'} not as train writes them and left out")
@@ -157,7 +159,7 @@ def _as_dict(value: object) -> Row | None:
 
 
 def _as_rows(value: object) -> list[Row]:
-    """Rows of a table that is a list, or is under "rows"."""
+    """Collected rows of a table that is a list, or is under "rows"."""
     if isinstance(value, dict):
         value = value.get("rows")
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
@@ -185,7 +187,8 @@ def _read_json(path: Path, trouble: list[str]) -> Any:
 
 
 def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
-    """The objects of a .jsonl file; a corrupt last line is normal after a kill and counts like any other bad line."""
+    """Collect the objects of a .jsonl file; a corrupt last line is normal after a kill and counts like any other bad
+    line."""
     rows, bad = [], 0
     for line in (_read_text(path, trouble) or "").splitlines():
         if not line.strip():
@@ -217,7 +220,7 @@ def _read_tasks(run_dir: Path, trouble: list[str]) -> list[TaskScore]:
 
 
 def _read_history(run_dir: Path, trouble: list[str]) -> History | None:
-    """Samples and moves of the precision controller; None where there was none."""
+    """Collect samples and moves of the precision controller; None where there was none."""
     try:
         history = read_history(run_dir)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -236,7 +239,8 @@ def _read_recipe(path: Path, trouble: list[str]) -> tuple[str, Row]:
 
 
 def recorded_settings(text: str) -> list[RecordedSetting]:
-    """The settings of a recipe with the comment behind each value, which names its source; none where it is no TOML.
+    """Collect the settings of a recipe with the comment behind each value, which names its source; none where it is no
+    TOML.
 
     Example:
         >>> [found] = recorded_settings('[run]\\nname = "a # b"  # typed')

@@ -48,19 +48,20 @@ class Exports:
 
     @staticmethod
     def css_class(state: str) -> str:
-        """The CSS class of a state's badge."""
+        """The CSS class of a badge in the table of exports, by state."""
         return f"state state-{STATES.get(state, 'look')}"
 
 
 def table_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Rows of exports: cells under `COLUMNS`, the baselines first."""
+    """Rows of the table of exports: cells under `COLUMNS`, the baselines first."""
     whole = number(record.get("fp32_bytes"))
     baselines = [{**row, "target": row.get("name"), "consumer": "tilewright"} for row in _rows(record, "baselines")]
     return [_cells(row, whole) for row in [*baselines, *_rows(record, "artefacts")]]
 
 
 def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
-    """Remarks on exports, (target, text): reasons, notes, and artefacts that are no longer what was proven."""
+    """Remarks under the table of exports, (target, text): reasons, notes, and artefacts that are no longer what was
+    proven."""
     found = []
     for row in _rows(record, "artefacts"):
         notes = [row.get("notes"), row.get("runtime_notes")]
@@ -74,12 +75,13 @@ def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
 
 
 def conditions(record: Mapping[str, Any]) -> str:
-    """Conditions under which exports were measured, in a line."""
+    """Conditions under the table of exports, in which they were measured, in a line."""
     return f"{_on(record.get('machine'))}; weights of {record.get('checkpoint')}"
 
 
 def _measured_apart(row: Row, record: Mapping[str, Any]) -> str | None:
-    """Conditions of an artefact of an earlier export, where they differ; None where they do not."""
+    """Conditions under the table of exports of an artefact of an earlier export, where they differ; None where they do
+    not."""
     if not isinstance(row.get("measured"), dict) or row.get("state") != "ran":
         return None
     then, now = _on(row["measured"]), _on(record.get("machine"))
@@ -125,7 +127,7 @@ def _cells(row: Row, fp32_bytes: float | None) -> tuple[str, ...]:
 
 
 def _worst(loss: object) -> str:
-    """The largest relative change of a domain's loss."""
+    """The worst change in the table of exports: the largest relative one of a domain's loss."""
     changes = []
     for name, both in loss.items() if isinstance(loss, dict) else ():
         ours, theirs = (number(both.get(key)) if isinstance(both, dict) else None for key in ("fp32", "consumer"))
@@ -143,7 +145,7 @@ def _stored(stored: object) -> str:
 
 
 def _ids(ids: object, odd: object) -> str:
-    """Documents and odd texts together; records of before have documents alone."""
+    """Ids in the table of exports: documents and odd texts together; records of before have documents alone."""
     found = [
         (part.get("equal"), part.get(name))
         for part, name in ((ids, "documents"), (odd, "texts"))

@@ -24,8 +24,8 @@ class ForecastView:
 
 
 def measured(run: RunData) -> dict[str, Any]:
-    """Measurements of ranks, by the names of the simulated numbers; those not recorded are left out. Means per step,
-    without the first one."""
+    """Beside the forecast, measurements of ranks, by the names of the simulated numbers; those not recorded are left
+    out. Means per step, without the first one."""
     ranks = [row for row in _list((run.ranks or {}).get("ranks")) if isinstance(row, dict)]
     steps = [row for row in run.steps if number(row.get("sent_bytes"))][1:]
     found: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def measured(run: RunData) -> dict[str, Any]:
 
 
 def forecast_view(run: RunData) -> ForecastView | None:
-    """The forecast of a run on several ranks whose step was simulated; None of others."""
+    """The table of the forecast of a run on several ranks whose step was simulated; None of others."""
     told = (run.plan or {}).get("simulated")
     if not isinstance(told, Mapping):
         return None

@@ -33,12 +33,12 @@ class ReplanRow:
 
 
 def decisions(run: RunData) -> list[ReplanRow]:
-    """All decisions of a run about its memory, in order."""
+    """Rows of the table of re-plans: all decisions of a run about its memory, in order."""
     return [_decision(event) for event in run.kinds("replan")]
 
 
 def summary(found: Sequence[ReplanRow]) -> str:
-    """Number of decisions about memory, and how many changed something, in words."""
+    """Summary of the table of re-plans: number of decisions about memory, and how many changed something, in words."""
     changed = sum(bool(one.after) for one in found)
     return f"{len(found)} {'decision' if len(found) == 1 else 'decisions'}, {changed} with another memory plan"
 
@@ -62,7 +62,7 @@ def _decision(event: Row) -> ReplanRow:
 
 
 def _number(event: Row) -> str:
-    """The number that crossed the threshold."""
+    """The number in the table of re-plans that crossed the threshold."""
     found = {name: value for name in _CROSSED if (value := number(event.get(name))) is not None}
     if "error" in found:
         sizes = [found[name] for name in ("measured_bytes", "expected_bytes") if name in found]

@@ -31,7 +31,8 @@ class LossSpan:
 
 
 def loss_span(run: RunData) -> LossSpan | None:
-    """Where the training loss began and ended; the end is a mean over the last twentieth of the records."""
+    """Numbers of a run: where the training loss began and ended; the end is a mean over the last twentieth of the
+    records."""
     _, losses = run.column("loss")
     if not losses:
         return None
@@ -47,8 +48,8 @@ def not_finite(run: RunData, name: str) -> int:
 
 
 def held_out(row: Row, table: str = "eval") -> float | None:
-    """Loss in nats per token over all domains of an evaluation, weighted by tokens; None where one is not finite.
-    Tables are those of `clean_rows.eval_row`: `eval` makes curves, `eval_all` numbers."""
+    """Held-out number of a run: loss in nats per token over all domains of an evaluation, weighted by tokens; None
+    where one is not finite. Tables are those of `clean_rows.eval_row`: `eval` makes curves, `eval_all` numbers."""
     results = list(row[table].values())
     if not results or any(result["loss"] is None for result in results):
         return None
@@ -57,12 +58,13 @@ def held_out(row: Row, table: str = "eval") -> float | None:
 
 
 def held_out_losses(run: RunData, table: str = "eval") -> list[tuple[float, float]]:
-    """Steps and pooled losses of the evaluations whose loss was finite."""
+    """Held-out numbers of a run: steps and pooled losses of the evaluations whose loss was finite."""
     return [(float(row["step"]), loss) for row in run.evals if (loss := held_out(row, table)) is not None]
 
 
 def part_note(run: RunData) -> str:
-    """A note that curves are of a part of the held-out text; "" where evaluations on the way take all of it."""
+    """A note on a run's numbers that curves are of a part of the held-out text; "" where evaluations on the way take
+    all of it."""
     for row in run.evals:
         part, of_all = (sum(result["tokens"] for result in row[table].values()) for table in ("eval", "eval_all"))
         if part != of_all:
@@ -74,8 +76,8 @@ def part_note(run: RunData) -> str:
 
 
 def domain_losses(run: RunData, table: str = "eval") -> dict[str, list[tuple[float, float]]]:
-    """Steps and finite held-out losses of each domain, in alphabetical order; `eval_other`: of text that is not
-    trained on."""
+    """Held-out numbers of a run by domain: steps and finite losses of each, in alphabetical order; `eval_other`: of
+    text that is not trained on."""
     domains = sorted({domain for row in run.evals for domain in row[table]})
     return {domain: _of_domain(run, table, domain) for domain in domains}
 
@@ -86,7 +88,8 @@ def _of_domain(run: RunData, table: str, domain: str) -> list[tuple[float, float
 
 
 def held_out_bits(run: RunData, table: str = "eval") -> list[tuple[float, float]]:
-    """Steps and bits per byte over all domains of the evaluations that have finite losses and bytes of text."""
+    """Held-out numbers of a run: steps and bits per byte over all domains of the evaluations that have finite losses
+    and bytes of text."""
     found = []
     for row in run.evals:
         loss, results = held_out(row, table), row[table].values()
@@ -97,7 +100,7 @@ def held_out_bits(run: RunData, table: str = "eval") -> list[tuple[float, float]
 
 
 def domain_bits(run: RunData, table: str = "eval") -> dict[str, list[tuple[float, float]]]:
-    """Steps and bits per byte of each domain with bytes of text, in alphabetical order."""
+    """Numbers of a run by domain: steps and bits per byte of each with bytes of text, in alphabetical order."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in run.evals:
         for domain, result in sorted(row[table].items()):
@@ -108,7 +111,8 @@ def domain_bits(run: RunData, table: str = "eval") -> dict[str, list[tuple[float
 
 
 def compressor_lines(run: RunData) -> dict[str, float]:
-    """Bits per byte that general compressors need for the held-out text, over the domains of the last evaluation."""
+    """Numbers beside a run's: bits per byte that general compressors need for the held-out text, over the domains of
+    the last evaluation."""
     if not run.evals:
         return {}
     domains = (run.data or {}).get("domains")
@@ -123,8 +127,8 @@ def _tables(value: object) -> list[tuple[str, Mapping]]:
 
 
 def settled_norms(run: RunData) -> tuple[list[float], str]:
-    """Positive gradient norms of the recorded steps after the warm-up (all of them where that leaves fewer than
-    `FEWEST_SETTLED`), and which steps these are, in words."""
+    """Numbers of a run's gradient: positive norms of the recorded steps after the warm-up (all of them where that
+    leaves fewer than `FEWEST_SETTLED`), and which steps these are, in words."""
     warmup = run.number_setting("optim", "warmup_steps") or 0
     pairs = [(step, norm) for step, norm in zip(*run.column("grad_norm"), strict=True) if norm > 0]
     late = [norm for step, norm in pairs if step > warmup]
@@ -134,47 +138,50 @@ def settled_norms(run: RunData) -> tuple[list[float], str]:
 
 
 def total_tokens(run: RunData) -> float | None:
-    """Tokens a run was trained on; the rows count from the start of the run."""
+    """Number of tokens that a run was trained on; the rows count from the start of the run."""
     _, tokens = run.column("tokens")
     return tokens[-1] if tokens else None
 
 
 def total_seconds(run: RunData) -> float | None:
-    """Seconds of a run from start to the last row, time between a stop and a resume left out."""
+    """Number of seconds of a run from start to the last row, time between a stop and a resume left out."""
     times = [number(row.get("time_s")) for row in (*run.steps[-1:], *run.evals[-1:])]
     return max((time for time in times if time is not None), default=None)
 
 
 def state(run: RunData) -> str:
-    """State of a run: finished, stopped early, or not finished, read from the events."""
+    """State of a run beside its numbers: finished, stopped early, or not finished, read from the events."""
     last = last_process_event(run)
     return {"done": "finished", "stop": "stopped early"}.get(str(last.get("kind")), "not finished")
 
 
 def last_process_event(run: RunData) -> Row:
-    """The newest event that tells of the run's process: a start, a resume, a stop, or the end. Empty without one."""
+    """The newest event beside a run's numbers about its process: a start, a resume, a stop, or the end. Empty without
+    one."""
     return next(reversed(run.kinds("done", "stop", "start", "resume")), {})
 
 
 def skipped_steps(run: RunData) -> int:
-    """Steps whose update was not applied; a step that a resumed run repeats counts once."""
+    """Number of a run's skipped steps, whose update was not applied; a step that a resumed run repeats counts once."""
     return sum(row.get("skipped") is not None for row in run.steps)
 
 
 def peak_memory_row(run: RunData, with_owners: bool = False) -> Row | None:
-    """The row with the largest peak, of those that split it by owner if asked; None where there is none."""
+    """The row of a run's numbers with the largest peak of memory, of those that split it by owner if asked; None where
+    there is none."""
     rows = [row for row in run.steps if "memory_bytes" in row and ("memory" in row or not with_owners)]
     return max(rows, key=lambda row: row["memory_bytes"], default=None)
 
 
 def phase_of(row: Row) -> str:
-    """The phase of a row that its bytes by owner are of; empty where phases are not recorded."""
+    """The phase of a row of a run's numbers that its bytes by owner are of; empty where phases are not recorded."""
     owners, phases = row.get("memory"), row.get("memory_phases") or {}
     return next((name for name, found in phases.items() if found == owners), "")
 
 
 def training_peak(run: RunData) -> float | None:
-    """Highest peak in bytes of a training step; the peak of all that was done where phases are not recorded."""
+    """Number of bytes at the highest peak of a run's training step; the peak of all that was done where phases are not
+    recorded."""
     peaks: list[float] = []
     for row in run.steps:
         if "memory_bytes" in row:
@@ -185,8 +192,8 @@ def training_peak(run: RunData) -> float | None:
 
 
 def planned_peak(run: RunData) -> tuple[str, Mapping[str, float]]:
-    """The phase of a training step with most planned bytes, and those by owner, with a checkpoint being written beside
-    it where that was done; empty where there is no plan."""
+    """Planned numbers of a run: the phase of a training step with most planned bytes, and those by owner, with a
+    checkpoint being written beside it where that was done; empty where there is no plan."""
     plan = run.plan or {}
     phases = plan.get("phases") or {}
     names = [plan.get("step_phase") or plan.get("peak_phase") or ""]
@@ -198,7 +205,7 @@ def planned_peak(run: RunData) -> tuple[str, Mapping[str, float]]:
 
 
 def quarters(values: Sequence[float]) -> list[Sequence[float]]:
-    """Four stretches of as equal a length as can be, in order.
+    """Quarters of a run's numbers: four stretches of as equal a length as can be, in order.
 
     Example:
         >>> quarters([1, 2, 3, 4, 5, 6])

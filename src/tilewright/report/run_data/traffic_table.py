@@ -42,7 +42,7 @@ class TrafficView:
 
 
 def traffic_view(run: RunData) -> TrafficView | None:
-    """The table of exchanged bytes; None of a run of one process, and of one that did not count."""
+    """The table of traffic, exchanged bytes; None of a run of one process, and of one that did not count."""
     steps = [row for row in run.steps if number(row.get("sent_bytes"))]
     if not steps:
         return None
@@ -58,7 +58,7 @@ def traffic_view(run: RunData) -> TrafficView | None:
 
 
 def _kinds(steps: list[Row]) -> list[str]:
-    """Names `axis.operation.format`, those that send most first."""
+    """Kinds in the table of traffic: names `axis.operation.format`, those that send most first."""
     names = dict.fromkeys(
         name for row in steps for name in row if name.startswith("sent_bytes.") and name.count(".") == 3
     )

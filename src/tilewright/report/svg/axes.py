@@ -11,7 +11,7 @@ _LOG_LIMIT = 700.0
 
 
 def format_number(value: float) -> str:
-    """A number with at most four figures that matter, three where it needs an exponent.
+    """A number for an axis with at most four figures that matter, three where it needs an exponent.
 
     Example:
         >>> [format_number(x) for x in (0, 12, 3.14159, 0.00012345, 65536, 1234567.0, 1e9)]
@@ -45,7 +45,7 @@ def format_percent(share: float) -> str:
 
 
 def from_log(value: float) -> float:
-    """exp(value), held between the smallest and the largest number that an axis shows.
+    """exp(value) for a log axis, held between the smallest and the largest number that it shows.
 
     Example:
         >>> from_log(0.0), from_log(1e6) == from_log(1e9), from_log(-1e9) > 0
@@ -83,15 +83,15 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, count: int = 5, binary: bool = False) -> list[float]:
-        """About `count` round values inside the range: on a log axis 1, 2, 5 and so on times powers of ten, or powers
-        of two where `binary`; on a straight one multiples of a power of 1024 where `binary`."""
+        """Ticks of an axis: about `count` round values inside the range: on a log axis 1, 2, 5 and so on times powers
+        of ten, or powers of two where `binary`; on a straight one multiples of a power of 1024 where `binary`."""
         if not self.log:
             return _ticks(self.low, self.high, count, binary)
         return _powers_of_two(self.low, self.high, count) if binary else _log_ticks(self.low, self.high, count)
 
 
 def make_scale(values: Sequence[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Scale:
-    """A scale that shows all values with a little air; `zero` puts the origin on the axis.
+    """A scale of an axis that shows all values with a little air; `zero` puts the origin on it.
 
     On a log axis only positive values count. Without any value the range is [0, 1] ([1, 10] on a log axis).
     """

@@ -239,7 +239,7 @@ def _mark(mark: Mark, at: float, height: float) -> str:
 
 
 def _path(points: Sequence[tuple[float, float] | None], step: bool) -> str:
-    """The d attribute of a line with gaps; `step` holds a value until the next one."""
+    """Path of a chart's line: the d attribute of one with gaps; `step` holds a value until the next one."""
     out, pen_down, last_y = [], False, 0.0
     for point in points:
         if point is None:
@@ -262,7 +262,8 @@ def _span(series: Sequence[Series], marks: Sequence[Mark], fallback: Scale) -> t
 
 
 def _thin(series: Series, width: int) -> Series:
-    """At most about one point every two pixels: of each stretch the lowest and the highest value stay, in order."""
+    """Thin a chart's points: at most about one every two pixels: of each stretch the lowest and the highest value stay,
+    in order."""
     limit = width // 2
     if len(series.xs) <= limit:
         return series
@@ -284,7 +285,7 @@ def _hover(
     fmt: Callable[[float], str],
     log: bool,
 ) -> str:
-    """Strips with the values at each x: a title for readers, a box that shows under the pointer."""
+    """Hover strips of a chart with the values at each x: a title for readers, a box that shows under the pointer."""
     width, height = size
     values: dict[float, list[tuple[Series, float]]] = {}
     for s in series:

@@ -75,11 +75,11 @@ class _Lines:
         self.x = Scale(0.0, max(end_s, 1e-12), self._left, width - _RIGHT)
 
     def top(self, number: int) -> float:
-        """The y coordinate of a line's upper edge, in pixels."""
+        """Top of a line of the Gantt chart: the y coordinate of its upper edge, in pixels."""
         return _TOP + number * self.high
 
     def svg(self, bars: Sequence[str], label: str) -> str:
-        """The picture: axis, names where lines are high enough, and what is drawn on them."""
+        """SVG of the Gantt chart: axis, names where lines are high enough, and what is drawn on them."""
         base, every = self.top(len(self._names)), max(1, math.ceil(_TEXT / self.high))
         parts = []
         for tick in self.x.ticks(8):
@@ -157,7 +157,8 @@ def dense_gantt(
 
 
 def _bars(spans: Sequence[Span], x: Scale, top: float, high: float) -> str:
-    """Rectangles as one path. Bars that touch are told apart by a gap where they are wide enough for one."""
+    """Bars of a Gantt chart: rectangles as one path. Bars that touch are kept apart by a gap where they are wide enough
+    for one."""
     found = []
     for begin, end in spans:
         wide = x(end) - x(begin)

@@ -41,7 +41,7 @@ DIVERGENCE = VerdictRule(
 
 
 def divergence(run: RunData) -> Verdict:
-    """Did the loss rise for good, or stop being a number?"""
+    """Rule of divergence: did the loss rise for good, or stop being a number?"""
     fact = _stopped(run) or _not_finite(run) or _far_above(run)
     if fact:
         return DIVERGENCE.certain(f"The run diverged{fact}.")
@@ -69,12 +69,12 @@ def divergence(run: RunData) -> Verdict:
 
 
 def width(losses: Sequence[float]) -> int:
-    """Width of one level of the loss in records: a twentieth of them, five at least."""
+    """Width for the rule of divergence, of one level of the loss in records: a twentieth of them, five at least."""
     return max(5, len(losses) // 20)
 
 
 def _stopped(run: RunData) -> str:
-    """A sentence on a run that was stopped on bad numbers; empty where it was not."""
+    """For the rule of divergence, a sentence on a run that was stopped on bad numbers; empty where it was not."""
     event = last_process_event(run)
     if event.get("kind") != "stop" or event.get("cause") != "numerics":
         return ""

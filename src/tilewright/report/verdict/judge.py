@@ -42,27 +42,28 @@ class Judgement:
     verdicts: Sequence[Verdict]
 
     def of_chart(self, chart: str) -> "Judgement":
-        """The verdicts that belong to a chart."""
+        """The judge's verdicts that belong to a chart."""
         return Judgement([one for one in self.verdicts if one.rule.chart == chart])
 
     def in_state(self, state: VerdictState) -> list[Verdict]:
-        """The verdicts in one state."""
+        """The judge's verdicts in one state."""
         return [one for one in self.verdicts if one.state is state]
 
     @property
     def worst(self) -> Verdict | None:
-        """The gravest verdict that is bad or worth a look; None where there is none."""
+        """The judge's gravest verdict that is bad or worth a look; None where there is none."""
         return next(iter(self.in_state(VerdictState.BAD) or self.in_state(VerdictState.LOOK)), None)
 
     @property
     def state(self) -> VerdictState:
-        """The state of the gravest verdict. Good only where the first rule was measured, and no other is worse."""
+        """The judge's state: that of the gravest verdict. Good only where the first rule was measured, and no other is
+        worse."""
         if self.worst is not None:
             return self.worst.state
         return self.verdicts[0].state if self.verdicts else VerdictState.NOT_MEASURED
 
     def headline(self, learned: str) -> str:
-        """The sentence at the head of the report.
+        """The judge's sentence at the head of the report.
 
         Args:
             learned: what the run learned, as sentences with numbers.
@@ -73,17 +74,18 @@ class Judgement:
         return f"{learned} {why}" if why and why != NOTHING else learned
 
     def tally(self) -> str:
-        """How many rules found what, in words."""
+        """The judge's tally: how many rules found what, in words."""
         counts = [(len(self.in_state(state)), words) for state, words in _WORDS.items()]
         return ", ".join(f"{count} {words}" for count, words in counts if count)
 
     def line(self, learned: str) -> str:
-        """The verdict in one line of plain text, for a terminal."""
+        """The judge's verdict in one line of plain text, for a terminal."""
         also = f" {text}" if (text := self.also()) else ""
         return f"verdict: {self.state.value}: {self.headline(learned)}{also} ({self.tally()})"
 
     def also(self) -> str:
-        """Bad or noteworthy statements besides the headline, a run slower than planned first; empty: nothing is."""
+        """The judge's further statements, bad or noteworthy, besides the headline, a run slower than planned first;
+        empty: nothing is."""
         graver = (*self.in_state(VerdictState.BAD), *self.in_state(VerdictState.LOOK))
         others = [one for one in graver if one != self.worst]
         slow = [one.sentence for one in others if one.rule is resources.OFF_PACE]

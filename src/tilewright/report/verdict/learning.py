@@ -169,7 +169,8 @@ def spikes(run: RunData) -> Verdict:
 
 
 def judge_outliers(rule: VerdictRule, values: list[float], found: list[bool], what: str) -> Verdict:
-    """The verdict on the share of outliers among those of the values that could be compared with earlier ones."""
+    """For rules on learning, the verdict on the share of outliers among those of the values that could be compared with
+    earlier ones."""
     if len(found) < MIN_RECORDS:
         return rule.too_short(len(values), MIN_RECORDS + len(values) - len(found))
     count = sum(found)
@@ -183,13 +184,14 @@ def judge_outliers(rule: VerdictRule, values: list[float], found: list[bool], wh
 
 
 def _progress(before: Level, after: Level, sigma: float) -> bool:
-    """True where the loss fell from one level to the other by more than nothing, and more than noise."""
+    """Progress of learning: true where the loss fell from one level to the other by more than nothing, and more than
+    noise."""
     least = max(FLAT * abs(after.value), FLAT_ERRORS * difference_error(before, after, sigma))
     return before.value - after.value > least
 
 
 def _held_out_fall(run: RunData, since: float) -> float:
-    """By how much the held-out loss fell from the last evaluation up to that step to the last one; 0 if little."""
+    """Fall of the held-out loss, in learning, from the last evaluation up to that step to the last one; 0 if little."""
     points = held_out_losses(run)
     before = [loss for step, loss in points if step <= since]
     if not before:
@@ -199,7 +201,7 @@ def _held_out_fall(run: RunData, since: float) -> float:
 
 
 def _training_change(run: RunData, step: float) -> float:
-    """By how much the training loss changed from around that step to the end."""
+    """Change of the training loss, in learning, from around that step to the end."""
     steps, losses = run.column("loss")
     wide = width(losses)
     place = sum(one <= step for one in steps)

@@ -30,12 +30,13 @@ class Level:
     end: int
 
     def error(self, sigma: float) -> float:
-        """Standard error of `value` where single values scatter by `sigma`."""
+        """Standard error of a level's `value` where single values scatter by `sigma`."""
         return _MEDIAN_ERROR * sigma / math.sqrt(self.count)
 
 
 def noise(values: Sequence[float]) -> float:
-    """Standard deviation of single values about their trend, from the differences of neighbours; 0 of fewer than 3.
+    """Noise of levels: standard deviation of single values about their trend, from the differences of neighbours; 0 of
+    fewer than 3.
 
     Example:
         >>> noise([5.0, 4.0, 3.0, 2.0]), noise([1.0]) # a straight line has differences, and no scatter
@@ -68,7 +69,7 @@ def difference_error(first: Level, second: Level, sigma: float) -> float:
 
 
 def outliers(values: Sequence[float], factor: float, jump: float = 0.0) -> Iterable[bool]:
-    """True for each value, but the first `FEWEST_RECENT`, that is far above the `RECENT` before it.
+    """Outliers of levels: true for each value, but the first `FEWEST_RECENT`, that is far above the `RECENT` before it.
 
     Args:
         values: in order.

@@ -85,7 +85,7 @@ _QUARTERS = ("first", "second", "third", "last")
 
 
 def off_plan(run: RunData) -> Verdict:
-    """Rule on memory: is the peak the planned one?"""
+    """Rule on resources, memory: is the peak the planned one?"""
     (_, owners), measured = planned_peak(run), training_peak(run)
     if measured is None:
         return OFF_PLAN.not_measured("The memory of the run is not recorded.")
@@ -104,7 +104,7 @@ def off_plan(run: RunData) -> Verdict:
 
 
 def off_pace(run: RunData) -> Verdict:
-    """Rule on time: do steps take the planned seconds?"""
+    """Rule on resources, time: do steps take the planned seconds?"""
     planned, (_, seconds) = run.planned("step_s"), run.column("step_s")
     seconds = seconds[1:]  # the first one compiles
     if not planned:
@@ -124,7 +124,7 @@ def off_pace(run: RunData) -> Verdict:
 
 
 def leak(run: RunData) -> Verdict:
-    """Rule on memory: does the peak rise during the run?"""
+    """Rule on resources, memory: does the peak rise during the run?"""
     peaks = _longest_part(run)
     if len(peaks) < FEWEST_PEAKS:
         return LEAK.too_short(len(peaks), FEWEST_PEAKS)
@@ -139,7 +139,7 @@ def leak(run: RunData) -> Verdict:
 
 
 def _longest_part(run: RunData) -> list[float]:
-    """Peaks between the moments at which buffers that stay are made, in the longest part."""
+    """For the rule on resources, peaks between the moments at which buffers that stay are made, in the longest part."""
     evaluations, saves = run.kinds("eval"), [event for event in run.kinds("save") if event.get("background")]
     steps = (
         [step for event in events if (step := number(event.get("step"))) is not None] for events in (evaluations, saves)
@@ -152,7 +152,7 @@ def _longest_part(run: RunData) -> list[float]:
 
 
 def wait(run: RunData) -> Verdict:
-    """Rule on time: how long do steps wait for data?"""
+    """Rule on resources, time: how long do steps wait for data?"""
     pairs = [(number(row.get("wait_s")), number(row.get("step_s"))) for row in run.steps[1:]]
     times = [(waited, step) for waited, step in pairs if waited is not None and step is not None]
     if len(times) < MIN_RECORDS:
@@ -166,7 +166,7 @@ def wait(run: RunData) -> Verdict:
 
 
 def slowdown(run: RunData) -> Verdict:
-    """Rule on time: do steps become slower?"""
+    """Rule on resources, time: do steps become slower?"""
     _, speeds = run.column("tokens_per_s")
     if len(speeds) < MIN_RECORDS:
         return SLOWDOWN.too_short(len(speeds))
@@ -187,5 +187,5 @@ def slowdown(run: RunData) -> Verdict:
 
 
 def _loss(parts: Sequence[float], before: int, after: int) -> float:
-    """Share by which a later part is slower."""
+    """Loss of speed, for the rule on resources: share by which a later part is slower."""
     return 1 - parts[after] / parts[before] if parts[before] > 0 else 0.0

@@ -45,15 +45,15 @@ class VerdictRule:
     besides: str = ""
 
     def state(self, value: float) -> VerdictState:
-        """The verdict state of a run with this number."""
+        """The state of a rule's verdict on a run with this number."""
         return VerdictState.BAD if value >= self.bad else VerdictState.LOOK if value >= self.look else VerdictState.GOOD
 
     def is_good(self, value: float) -> bool:
-        """True where the number is below both thresholds."""
+        """True where by the rule the number is good: below both thresholds."""
         return self.state(value) is VerdictState.GOOD
 
     def judge(self, value: float, text: str, *, harmless: bool = False) -> "Verdict":
-        """The verdict on a number.
+        """The rule's verdict on a number.
 
         Args:
             value: the number.
@@ -65,7 +65,7 @@ class VerdictRule:
         return Verdict(self, VerdictState.LOOK if harmless and state is VerdictState.BAD else state, text, value)
 
     def certain(self, text: str) -> "Verdict":
-        """Bad whatever the number: a fact that `besides` names."""
+        """The rule's verdict for certain: bad whatever the number: a fact that `besides` names."""
         return Verdict(self, VerdictState.BAD, text, None)
 
     def not_measured(self, why: str) -> "Verdict":
@@ -73,7 +73,7 @@ class VerdictRule:
         return Verdict(self, VerdictState.NOT_MEASURED, why, None)
 
     def too_short(self, count: int, least: int = MIN_RECORDS) -> "Verdict":
-        """No verdict: `count` values are recorded where `least` are needed."""
+        """No verdict of a rule, too short: `count` values are recorded where `least` are needed."""
         if not count:
             return self.not_measured(NOTHING)
         recorded = "1 value is recorded" if count == 1 else f"{count} values are recorded"
@@ -100,7 +100,8 @@ class Verdict:
 
     @property
     def limit(self) -> str:
-        """The threshold that the number has reached, in words; empty where it has reached none."""
+        """The limit in a rule's verdict: the threshold that the number has reached, in words; empty where it has
+        reached none."""
         if self.value is None or self.state is VerdictState.GOOD:
             return ""
         if self.state is VerdictState.BAD:
@@ -109,10 +110,10 @@ class Verdict:
 
     @property
     def number(self) -> str:
-        """The number as text; empty where there is none."""
+        """The number of a rule's verdict as text; empty where there is none."""
         return "" if self.value is None else self.rule.amount(self.value)
 
     @property
     def sentence(self) -> str:
-        """The text, with the threshold that was reached."""
+        """The sentence of a rule's verdict: the text, with the threshold that was reached."""
         return f"{self.text.rstrip('.')} ({self.limit})." if self.limit else self.text

@@ -35,11 +35,11 @@ class Columns:
 
     @property
     def last_step(self) -> int | None:
-        """Highest step that was added, None without one."""
+        """The highest step that was added to watched curves, None without one."""
         return int(self._last) if isfinite(self._last) else None
 
     def add(self, step: float, row: Mapping[str, float]) -> None:
-        """Add a row of metrics; one of a step that is there replaces it."""
+        """Add a row of metrics to watched curves; one of a step that is there replaces it."""
         step = float(step)
         at_end = step > self._last
         if at_end:
@@ -64,19 +64,19 @@ class Columns:
                 del self.values[name][place]
 
     def curve(self, name: str, low: float = -inf, high: float = inf) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric from step `low` to `high` with one neighbour at each side, as copies, both (N,)
-        float64; empty where it was never recorded."""
+        """A watched curve: steps and values of a metric from step `low` to `high` with one neighbour at each side, as
+        copies, both (N,) float64; empty where it was never recorded."""
         part = self.part(name, low, high)
         empty = array("d")
         return np.array(self.steps.get(name, empty)[part]), np.array(self.values.get(name, empty)[part])
 
     def part(self, name: str, low: float, high: float) -> slice:
-        """Where these values are."""
+        """Part of a watched curve: where these values are."""
         steps = self.steps.get(name, array("d"))
         return slice(max(bisect_left(steps, low) - 1, 0), min(bisect_right(steps, high) + 1, len(steps)))
 
     def last(self, name: str) -> float:
-        """Newest finite value of the metric, NaN without one."""
+        """The newest finite value of a watched curve's metric, NaN without one."""
         return next((value for value in reversed(self.values.get(name, array("d"))) if isfinite(value)), NAN)
 
 
@@ -88,7 +88,7 @@ class Metrics:
         self.evaluation = Columns()
 
     def add(self, row: Row) -> None:
-        """A row of metrics.jsonl; one without a step is left out."""
+        """Add a row of metrics.jsonl to watched curves; one without a step is left out."""
         step = row.get("step")
         if not isinstance(step, int) or abs(step) >= MOST_STEPS:
             return
@@ -98,11 +98,11 @@ class Metrics:
             self.evaluation.add(step, _held_out(eval_row(row)))
 
     def names(self) -> list[str]:
-        """The metrics that are drawn, in the order in which they were first recorded."""
+        """Names of watched curves: the metrics that are drawn, in the order in which they were first recorded."""
         return [name for name in (*self.training.values, *self.evaluation.values) if name not in _NO_CURVE]
 
     def steps_between(self, x: str, low: float | None, high: float | None) -> tuple[float, float]:
-        """The steps at which x is from `low` to `high`.
+        """The steps of watched curves at which x is from `low` to `high`.
 
         Args:
             x: of `X_NAMES`.
@@ -119,16 +119,17 @@ class Metrics:
         return float(steps[min(first, len(steps) - 1)]), float(steps[max(last, 0)])
 
     def count(self, name: str, low: float, high: float) -> int:
-        """Values of a metric from step `low` to `high`, with one neighbour at each side."""
+        """Number of a watched curve's values from step `low` to `high`, with one neighbour at each side."""
         part = self._columns(name).part(name, low, high)
         return max(part.stop - part.start, 0)
 
     def last(self, name: str) -> float:
-        """Newest finite value of a metric, NaN without one."""
+        """The newest finite value of a watched curve, NaN without one."""
         return self._columns(name).last(name)
 
     def curve(self, name: str, x: str, low: float = -inf, high: float = inf) -> tuple[np.ndarray, np.ndarray]:
-        """x and values of a metric from step `low` to `high` with one neighbour at each side, both (N,) float64.
+        """A watched curve: x and values of a metric from step `low` to `high` with one neighbour at each side, both
+        (N,) float64.
 
         Args:
             name: of `names`.
@@ -146,14 +147,16 @@ class Metrics:
         return self.evaluation if name in self.evaluation.values else self.training
 
     def _axis(self, x: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of x, which never fall: a clock that was set back stands still."""
+        """The axis of watched curves: steps and values of x, which never fall: a clock that was set back stands
+        still."""
         steps, values = self.training.curve(X_NAMES[x])
         good = np.isfinite(values)
         return steps[good], np.maximum.accumulate(values[good])
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """The numbers of a training row, NaN for one that is not finite; text and tables are left out."""
+    """Scalars for watched curves: the numbers of a training row, NaN for one that is not finite; text and tables are
+    left out."""
     found = {}
     for name, value in row.items():
         usable = number(value)
@@ -186,13 +189,14 @@ class DrawnCurve:
     not_finite: int
 
     def to_json(self, last: float) -> dict[str, Any]:
-        """Plain types, NaN as it is; `low` and `high` only where they differ from the mean. `last`: newest value."""
+        """A drawn curve as plain types, NaN as it is; `low` and `high` only where they differ from the mean. `last`:
+        newest value."""
         found: dict[str, Any] = {"x": self.x, "y": self.mean, "last": last, "not_finite": self.not_finite}
         return found if self.low is self.high else found | {"low": self.low, "high": self.high}
 
 
 def stretch_for(count: int, points: int) -> int:
-    """Values per point, a power of two, so that `count` values become at most `points`.
+    """Stretch of a watched curve: values per point, a power of two, so that `count` values become at most `points`.
 
     Example:
         >>> [stretch_for(count, 400) for count in (0, 400, 401, 10_000)]

@@ -33,12 +33,13 @@ class RunSet:
         self._known_at_start = set(self._runs)
 
     def find(self, key: str) -> WatchedRun | None:
-        """Find the run of a key among those that the page may ask for, None where there is none."""
+        """Find in the set of runs the one of a key that the page may ask for, None where there is none."""
         with self._lock:
             return next((run for run in self._runs.values() if run.key == key), None)
 
     def all(self) -> list[WatchedRun]:
-        """The named runs, then the others from the newest on; new folders are looked for every few seconds."""
+        """All of the set of runs: the named ones, then the others from the newest on; new folders are looked for every
+        few seconds."""
         with self._lock:
             if time.monotonic() - self._scanned_s >= _SCAN_S:
                 self._scan()
@@ -47,11 +48,11 @@ class RunSet:
             return [*self.first, *sorted(there, key=lambda run: -changed[run])[:MAX_OFFERED]]
 
     def is_new(self, run: WatchedRun) -> bool:
-        """True where the run appeared after the start."""
+        """True where the run of the set is new: it appeared after the start."""
         return run.folder not in self._known_at_start
 
     def name(self, run: WatchedRun) -> str:
-        """The folder's name, with its parent where runs of several folders are watched."""
+        """Name of a run in the set: the folder's, with its parent where runs of several folders are watched."""
         return run.folder.name if len(self.parents) == 1 else f"{run.folder.parent.name}/{run.folder.name}"
 
     def _add(self, folder: Path) -> WatchedRun:
@@ -75,7 +76,7 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _changed_s(folder: Path) -> float:
-    """When the run began, 0 where it was deleted."""
+    """Start of a run in the set, 0 where it was deleted."""
     try:
         return (folder / "run.toml").stat().st_mtime
     except OSError:

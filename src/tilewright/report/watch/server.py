@@ -32,7 +32,8 @@ from tilewright.report.watch.view import BadQuery, ViewQuery, view
 
 
 def compact_json(value: Any) -> str:
-    """JSON text without blanks; floats with six figures (integers up to 2**53 with all of theirs).
+    """Compact JSON of the watching server: text without blanks; floats with six figures (integers up to 2**53 with all
+    of theirs).
 
     Raises:
         TypeError: JSON does not have such an object.
@@ -97,7 +98,7 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address of the page."""
+        """Address of the watching server's page."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def _bind(self, port: int) -> None:
@@ -119,7 +120,8 @@ class WatchServer(ThreadingHTTPServer):
         )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed in the middle of an answer is no error; anything else keeps its traceback."""
+        """Errors of the watching server: a page that was closed in the middle of an answer is no error; anything else
+        keeps its traceback."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -155,7 +157,8 @@ class WatchHandler(BaseHTTPRequestHandler):
             self._text(HTTPStatus.NOT_FOUND, "no such page")
 
     def _is_allowed(self) -> bool:
-        """False, with the answer sent, where another host or site is behind a request."""
+        """For the watching server's requests: false, with the answer sent, where another host or site is behind a
+        request."""
         headers = {name.lower(): value for name, value in self.headers.items()}
         if self.path == "/":  # a link on another page may lead here
             headers.pop("sec-fetch-site", None)
@@ -208,12 +211,12 @@ class WatchHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are details."""
+        """Log of the watching server: requests are details."""
         _log.debug(format, *args)
 
 
 def _read_pages() -> dict[str, bytes]:
-    """The package's own files; the style sheet begins with that of the report."""
+    """Pages of the watching server, the package's own files; the style sheet begins with that of the report."""
     folder = resources.files("tilewright.report.watch").joinpath("pages")
     found = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in _PAGES}
     found["watch.css"] = read("page.css") + found["watch.css"]

@@ -40,7 +40,7 @@ class JsonTail:
         self._forget()
 
     def read(self) -> NewRows:
-        """Read the rows written since the last call.
+        """Read the tail of a .jsonl file: the rows written since the last call.
 
         Raises:
             OSError: the file is there and cannot be read; that it is missing is no error.
@@ -72,7 +72,7 @@ class JsonTail:
         self._too_long = False
 
     def _continues(self, descriptor: int, size: int) -> bool:
-        """True where the bytes before the reading position are still those that were read."""
+        """True where the tail continues: the bytes before the reading position are still those that were read."""
         if size < self._offset:
             return False
         start = self._offset - len(self._before)
@@ -105,7 +105,7 @@ class JsonTail:
 
 
 def parse(line: bytes) -> Row | None:
-    """The JSON object in a line of the .jsonl file, None where there is none.
+    """In the tail, the JSON object in a line of the .jsonl file, None where there is none.
 
     Example:
         >>> parse(b'{"step": 3}'), parse(b'{"step": '), parse(b"3")

@@ -38,7 +38,7 @@ class ViewQuery:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> "ViewQuery":
-        """A request from the fields of an address.
+        """Parse a query for the page's view: a request from the fields of an address.
 
         Raises:
             BadQuery: a field is not what it must be.
@@ -75,7 +75,7 @@ def _bound(fields: Mapping[str, str], name: str) -> float | None:
 
 
 def view(runs: RunSet, load: SystemLoad, query: ViewQuery) -> dict[str, Any]:
-    """The answer to a query, in JSON types; a double that is not finite means no value."""
+    """The view, answer to a query, in JSON types; a double that is not finite means no value."""
     found = [runs.find(key) for key in query.keys] if query.keys is not None else runs.first[:MAX_SHOWN]
     shown = [run for run in found if run is not None]
     for run in shown:
@@ -93,7 +93,8 @@ def view(runs: RunSet, load: SystemLoad, query: ViewQuery) -> dict[str, Any]:
 
 
 def _stretches(runs: Sequence[WatchedRun], query: ViewQuery) -> dict[str, int]:
-    """Values per point of each metric: the same in all runs, or a longer run would look smoother than another."""
+    """Stretches in the view: values per point of each metric: the same in all runs, or a longer run would look smoother
+    than another."""
     counts: dict[str, int] = {}
     for run in runs:
         with run.lock:
@@ -104,7 +105,7 @@ def _stretches(runs: Sequence[WatchedRun], query: ViewQuery) -> dict[str, int]:
 
 
 def _run(run: WatchedRun, name: str, query: ViewQuery, stretches: Mapping[str, int]) -> dict[str, Any]:
-    """A run's state, and what is in its files unless the page has that version."""
+    """A run in the view: its state, and what is in its files unless the page has that version."""
     with run.lock:
         names = run.metrics.names()
         version = f"{run.version}-{zlib.crc32(repr([stretches.get(metric) for metric in names]).encode()):x}"
@@ -133,7 +134,8 @@ def _run(run: WatchedRun, name: str, query: ViewQuery, stretches: Mapping[str, i
 
 
 def all_settings(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
-    """Every setting with its value in each run, None where a run has none; `differs` where these are not equal.
+    """Settings in the view: every one with its value in each run, None where a run has none; `differs` where these are
+    not equal.
 
     The run's own name differs always and says nothing: it is left out.
     """

@@ -22,7 +22,7 @@ _ENDINGS = {"done": "finished", "stop": "stopped early"}
 
 
 def run_status(folder: Path, last_kind: str, has_data: bool) -> str:
-    """The state of a run in words.
+    """The state of a watched run in words.
 
     Args:
         folder: of the run.
@@ -39,7 +39,8 @@ def run_status(folder: Path, last_kind: str, has_data: bool) -> str:
 
 
 def process_lives(lock: Path) -> bool:
-    """True where the process that wrote its number into the lock file is alive, not a later one of that number."""
+    """True where the process of a watched run lives, which wrote its number into the lock file, not a later one of that
+    number."""
     try:
         number = int(lock.read_text(encoding="utf-8").strip())
         if not 0 < number <= _LARGEST_PID:
@@ -96,7 +97,7 @@ class WatchedRun:
 
     @property
     def trouble(self) -> list[str]:
-        """Files that could not be read, in words."""
+        """Files of the watched run that could not be read, in words."""
         lines = [f"{name}.jsonl: {count} unreadable lines left out" for name, count in self._bad.items() if count]
         lines += [f"{name} cannot be read: {why}" for name, why in self._unreadable.items()]
         if self._restarts:
@@ -122,7 +123,7 @@ class WatchedRun:
         return self.metrics.training.last_step
 
     def setting(self, name: str) -> str | None:
-        """A setting as it is written in run.toml."""
+        """A setting of the watched run as it is written in run.toml."""
         return next((setting.value for setting in self.settings if setting.name == name), None)
 
     def _new(self, name: str) -> NewRows:
@@ -177,7 +178,7 @@ class WatchedRun:
 
 
 def _shown(row: Row, texts: tuple[str, ...]) -> dict[str, Any]:
-    """Step, time and texts of a row, of a length that a page can show."""
+    """Step, time and texts of a watched run's row, of a length that a page can show."""
     row = clean(row)
     seconds = number(row.get("time_s"))
     found: dict[str, Any] = {name: str(row.get(name, ""))[:MAX_TEXT] for name in texts}

@@ -21,7 +21,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
 
     def to_json(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """An API error as OpenAI's object."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

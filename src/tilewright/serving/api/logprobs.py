@@ -29,12 +29,12 @@ class TokenTexts:
         self._byte_level = _decodes_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
-        """The text of a token; the name of a special token; replacement characters where it is a part of a
-        character."""
+        """For log-probabilities, the text of a token; the name of a special token; replacement characters where it is a
+        part of a character."""
         return self.bytes_of(token).decode("utf-8", errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token."""
+        """For log-probabilities, the bytes of a token."""
         name = self._tokenizer.backend.id_to_token(token)
         if name is None:
             return b""
@@ -52,7 +52,7 @@ def _decodes_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def _byte_names() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes with (GPT-2's table)."""
+    """For log-probabilities' bytes, the characters that byte-level tokenizers write them with (GPT-2's table)."""
     own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(rest)}
@@ -62,7 +62,7 @@ _BYTES = _byte_names()
 
 
 def of_chat(texts: TokenTexts, tokens: Sequence[Drawn]) -> dict[str, Any]:
-    """The object of /v1/chat/completions."""
+    """Log-probabilities as the object of /v1/chat/completions."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         found = texts.bytes_of(token)
@@ -73,7 +73,7 @@ def of_chat(texts: TokenTexts, tokens: Sequence[Drawn]) -> dict[str, Any]:
 
 
 def of_text(texts: TokenTexts, tokens: Sequence[Drawn], offset: int) -> dict[str, Any]:
-    """The object of /v1/completions; `offset` is where the first token's text begins."""
+    """Log-probabilities as the object of /v1/completions; `offset` is where the first token's text begins."""
     names = [texts.text_of(drawn.id) for drawn in tokens]
     offsets = []
     for name in names:

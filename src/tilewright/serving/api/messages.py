@@ -36,7 +36,8 @@ class CalledFunction(Strict):
     parsed_arguments: Any = None
 
     def to_template(self) -> dict[str, Any]:
-        """The call as templates read it, with arguments as an object or as text, whichever they take."""
+        """A message's call of a tool as templates read it, with arguments as an object or as text, whichever they
+        take."""
         return {"name": self.name, "arguments": self.arguments or "{}"}
 
 
@@ -72,7 +73,7 @@ class ChatMessage(Strict):
         return self
 
     def to_template(self, names: dict[str, str]) -> dict[str, Any]:
-        """The message as templates know it; a developer's instructions are the system's.
+        """A client's message as templates know it; a developer's instructions are the system's.
 
         Args:
             names: of the functions that were called so far, by the id of the call; this message's are added.
@@ -117,7 +118,7 @@ class Tool(Strict):
     function: FunctionDefinition
 
     def to_template(self) -> dict[str, Any]:
-        """The tool as templates read it."""
+        """A tool in a client's messages as templates read it."""
         function: dict[str, Any] = {"name": self.function.name}
         if self.function.description is not None:
             function["description"] = self.function.description

@@ -60,7 +60,7 @@ class Prompt:
 
 
 def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Prompt:
-    """The prompt of a conversation.
+    """The prompt of a conversation's request.
 
     Raises:
         ApiError: there is no template, it refuses the conversation, or it cannot do what is asked.
@@ -103,8 +103,8 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
 
 
 def thoughts_of(session: Session, ids: Sequence[int]) -> bool | None:
-    """True where an answer begins within a thought; None where the template has none. Answers in a given form have none
-    either."""
+    """For a prompt, true where an answer begins within a thought; None where the template has none. Answers in a given
+    form have none either."""
     if session.chat is None or not thinks(session.chat.source):
         return None
     return begins_inside(keeping(session.tokenizer, THOUGHT_MARKS).decode(list(ids)[-_TAIL:]))
@@ -128,7 +128,7 @@ def _of_format(grammars: Grammars, asked: ChatRequest) -> Callable[[], Constrain
 
 
 def text_prompts(session: Session, asked: TextRequest) -> Sequence[Prompt]:
-    """The prompts of texts.
+    """The prompts of texts in a request.
 
     Raises:
         ApiError: ids that the model does not have, or a text that is none.
@@ -149,7 +149,8 @@ def _text_prompt(session: Session, prompt: str | list[int], echo: bool) -> Promp
 
 
 def refused_as_400(make: Callable[[], Any], param: str) -> Any:
-    """The result of `make`; an error of the user is status 400 with the field concerned."""
+    """A prompt refused with status 400: the result of `make`; an error of the user is status 400 with the field
+    concerned."""
     try:
         return make()
     except TilewrightError as error:

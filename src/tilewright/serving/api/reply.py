@@ -88,7 +88,7 @@ class Reply:
             raise as_api_error(error) from None
 
     async def whole(self) -> Response:
-        """The object, when all answers have ended."""
+        """The whole reply, one object, when all answers have ended."""
 
         async def collect() -> None:
             while self._open:
@@ -99,7 +99,7 @@ class Reply:
         return JSONResponse(self._shape.whole(self._choices, self._usage()))
 
     async def stream(self, include_usage: bool) -> Response:
-        """The parts. What goes wrong before the first still has a status of its own."""
+        """The reply as a stream of parts. What goes wrong before the first still has a status of its own."""
         first = await self._or_left(self._items.get())
         if first[2] is not None and not isinstance(first[2], OutOfTimeError):
             self._cancel()
@@ -134,7 +134,7 @@ class Reply:
             self._cancel()
 
     def _take(self, item: _Item) -> tuple[int, News]:
-        """Change by an item, and of which answer; an answer that it ends is closed."""
+        """Take an item into the reply: change by it, and of which answer; an answer that it ends is closed."""
         index, piece, error = item
         if error is not None and not isinstance(error, OutOfTimeError):
             self._cancel()
@@ -159,7 +159,7 @@ class Reply:
         return index, News(prefix + said.text, said.calls, tokens, thought)
 
     def _said(self, part: ReplyPart, piece: AnswerPiece | None) -> tuple[str, Said]:
-        """Parts of a piece, or of the end, for the thoughts, and for text and calls."""
+        """Said in the reply: parts of a piece, or of the end, for the thoughts, and for text and calls."""
         thought, text = "", "" if piece is None else piece.text
         if part.thoughts is not None:
             found = part.thoughts.flush() if piece is None else part.thoughts.push(text)
@@ -201,7 +201,7 @@ class Reply:
         }
 
     async def _or_left(self, work: Any) -> Any:
-        """The result of `work`; where the client leaves before, its places are freed."""
+        """A reply, or a client that left: the result of `work`; where it leaves before, its places are freed."""
 
         async def left() -> None:
             while (await self._request.receive())["type"] != "http.disconnect":
@@ -223,7 +223,7 @@ class Reply:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The message to a client about an error of the worker."""
+    """A reply's error: the message to a client about one of the worker."""
     if isinstance(error, BusyError):
         return ApiError(429, "All places are taken; try again", code="too_many_requests", retry_after=1)
     if isinstance(error, StoppedError):

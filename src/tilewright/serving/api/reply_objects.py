@@ -51,7 +51,7 @@ class Shape:
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Told], usage: dict[str, int]) -> dict[str, Any]:
-        """An answer that is not streamed."""
+        """Whole reply object: an answer that is not streamed."""
         return self._object(False) | {"choices": [self._choice(choice) for choice in choices], "usage": usage}
 
     def _choice(self, choice: Told) -> dict[str, Any]:
@@ -68,14 +68,14 @@ class Shape:
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
 
     def role(self, index: int) -> dict[str, Any]:
-        """The first part of a choice of a conversation."""
+        """Reply object of a role: the first part of a choice of a conversation."""
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None, None)
 
     def parts(
         self, choice: Told, thought: str, text: str, calls: Sequence[FunctionCall], tokens: Sequence[Drawn]
     ) -> Iterator[dict[str, Any]]:
-        """Parts of a stream; the choice's own text is what came before. A call comes as OpenAI's API tells it: id and
-        name first, then its arguments."""
+        """Reply objects as parts of a stream; the choice's own text is what came before. A call comes as OpenAI's API
+        tells it: id and name first, then its arguments."""
         if thought:
             yield self._chunk(choice.index, {"reasoning_content": thought}, None, None)
         if text or tokens:
@@ -92,11 +92,11 @@ class Shape:
         return self._chunk(choice.index, {"tool_calls": [delta]}, None, None)
 
     def last(self, choice: Told) -> dict[str, Any]:
-        """The last part of a choice."""
+        """The last reply object, part of a choice."""
         return self._chunk(choice.index, {}, None, choice.reason)
 
     def usage(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last part of a stream, where it is asked for."""
+        """Reply object of usage: the last part of a stream, where it is asked for."""
         return self._object(True) | {"choices": [], "usage": usage}
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
@@ -115,5 +115,5 @@ class Shape:
 
 
 def event(value: dict[str, Any]) -> str:
-    """A part of a stream as it is sent."""
+    """Reply object as an event: a part of a stream as it is sent."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

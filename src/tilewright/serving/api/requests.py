@@ -72,7 +72,7 @@ class ApiRequest(Strict):
         return self
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """The stop strings of a request."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def asked_tokens(self) -> tuple[int | None, str]:
@@ -80,7 +80,7 @@ class ApiRequest(Strict):
         return self.max_tokens, "max_tokens"
 
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """How tokens are drawn for a request: its sampling."""
         default = Sampling()
         return Sampling(
             default.temperature if self.temperature is None else self.temperature,
@@ -90,11 +90,11 @@ class ApiRequest(Strict):
         )
 
     def biases(self) -> Mapping[int, float]:
-        """Biases of logits, by token id."""
+        """Biases of logits in a request, by token id."""
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
     def num_top(self) -> int | None:
-        """How many likeliest tokens are told with each one; None: no log-probabilities."""
+        """In a request, how many likeliest tokens are told with each one; None: no log-probabilities."""
         return None
 
 
@@ -120,7 +120,7 @@ class ResponseFormat(Strict):
         return self
 
     def schema_text(self) -> dict[str, Any] | None:
-        """The JSON schema that the text keeps to; None: any text."""
+        """The JSON schema in a request that the text keeps to; None: any text."""
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -151,17 +151,17 @@ class ChatRequest(ApiRequest):
         return self
 
     def asked_tokens(self) -> tuple[int | None, str]:
-        """The newer name first."""
+        """The most tokens of a chat request. The newer name first."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens, "max_completion_tokens"
         return self.max_tokens, "max_tokens"
 
     def num_top(self) -> int | None:
-        """The number of likeliest tokens to report: see `ApiRequest.num_top`."""
+        """The number of likeliest tokens to report for a chat request: see `ApiRequest.num_top`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages as templates know them."""
+        """The conversation of a chat request: messages as templates know them."""
         names: dict[str, str] = {}
         return [message.to_template(names) for message in self.messages]
 
@@ -186,7 +186,7 @@ class TextRequest(ApiRequest):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one by one."""
+        """The prompts of a text request, one by one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -194,12 +194,12 @@ class TextRequest(ApiRequest):
         return list(self.prompt)  # type: ignore[arg-type]
 
     def num_top(self) -> int | None:
-        """The number of likeliest tokens to report: see `ApiRequest.num_top`."""
+        """The number of likeliest tokens to report for a text request: see `ApiRequest.num_top`."""
         return self.logprobs
 
 
 def parse(body: bytes, kind: type[ApiRequest]) -> Any:
-    """A request from a body.
+    """Parse a request from a body.
 
     Raises:
         ApiError: status 400 with the first field that is wrong.
@@ -227,8 +227,8 @@ def parse(body: bytes, kind: type[ApiRequest]) -> Any:
 
 
 def _as_api_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
-    """The first field that is wrong, under the name that the client has for it; of several types that a value may have
-    the one that it came closest to."""
+    """A request's fault as API error: the first field that is wrong, under the name that the client has for it; of
+    several types that a value may have the one that it came closest to."""
     found = [(_path(values, one["loc"], one["type"]), one) for one in error.errors(include_url=False)]
     path, first = min(found, key=lambda pair: (pair[1]["type"] != "extra_forbidden", -len(pair[0])))
     unknown = first["type"] == "extra_forbidden"
@@ -239,7 +239,7 @@ def _as_api_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
 
 
 def _path(values: Any, loc: tuple[str | int, ...], kind: str) -> list[str]:
-    """Where an error is, without the names that pydantic has for the branches of a union."""
+    """The path in a request where an error is, without the names that pydantic has for the branches of a union."""
     path: list[str] = []
     for number, part in enumerate(loc):
         inside = isinstance(values, dict) and part in values

@@ -61,7 +61,7 @@ class ThoughtParser:
         """A mark was just read: white space is dropped."""
 
     def push(self, text: str) -> Thought:
-        """The next piece."""
+        """Push the next piece of text to the parser of thoughts."""
         self._held += text
         said = Thought()
         if not self._begun:
@@ -74,7 +74,7 @@ class ThoughtParser:
         return said
 
     def flush(self) -> Thought:
-        """The end of the text; a thought may have been cut off."""
+        """Flush the parser of thoughts at the end of the text; one may have been cut off."""
         held, self._held = self._held, ""
         return Thought(thought=held.rstrip(_BLANK)) if self._inside else Thought(text=held)
 
@@ -98,7 +98,7 @@ class ThoughtParser:
         said.thought, self._held = given, held[len(given) :]
 
     def _after_edge(self, text: str) -> str:
-        """The text, without the white space that follows a mark."""
+        """Text after the edge of a thought, without the white space that follows a mark."""
         if self._edge:
             text = text.lstrip(_BLANK)
             self._edge = not text

@@ -60,13 +60,13 @@ class FunctionCall:
     id: str
 
     def to_json(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """A tool's call as OpenAI's object."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 def format_of(template: str) -> Kind | None:
-    """The format of calls that a chat template asks for; None where it takes no tools, or another format.
+    """The format of tools' calls that a chat template asks for; None where it takes no tools, or another format.
 
     Args:
         template: its source.
@@ -118,7 +118,7 @@ class CallParser:
         """White space behind a call, which is text only where text follows."""
 
     def push(self, text: str) -> Said:
-        """The next piece."""
+        """Push the next piece of text to the parser of tools' calls."""
         self._held += text
         if self._kind in _BLOCKS:
             return self._blocks(*_BLOCKS[self._kind])
@@ -128,7 +128,7 @@ class CallParser:
         return self._given(at if at >= 0 else len(self._held) - _overlap(self._held, _MISTRAL))
 
     def flush(self) -> Said:
-        """The end of the answer."""
+        """Flush the parser of tools' calls at the end of the answer."""
         held, self._held = self._held, ""
         if self._kind in _BLOCKS:
             begin, text = _BLOCKS[self._kind][0], held.strip()
@@ -162,7 +162,7 @@ class CallParser:
                 said.text += whole
 
     def _move(self, said: Said, end: int) -> None:
-        """Text up to `end` is none of a call; white space between calls is dropped."""
+        """Move the parser of tools' calls: text up to `end` is none of a call; white space between calls is dropped."""
         text, self._held = self._held[:end], self._held[end:]
         if self._blank and text.strip():
             self._blank = ""
@@ -216,7 +216,7 @@ class CallParser:
         return self._made([{"name": name, "arguments": {k: _typed(v, types.get(k), schema) for k, v in given.items()}}])
 
     def _objects(self, text: str) -> list[FunctionCall]:
-        """A list of calls, or calls separated by `;`."""
+        """Objects of tools' calls: a list of them, or calls separated by `;`."""
         text = text.strip().removeprefix("<|python_tag|>")
         value = _json(text)
         if isinstance(value, list):
@@ -250,7 +250,7 @@ class CallParser:
 
 
 def _glm(text: str) -> tuple[str, dict[str, str] | None]:
-    """Name and arguments of a call; None where it is none."""
+    """A tool's call of GLM: name and arguments; None where it is none."""
     name, mark, rest = text.partition(_KEY)
     found: dict[str, str] = {}
     left = mark + rest
@@ -267,7 +267,7 @@ def _glm(text: str) -> tuple[str, dict[str, str] | None]:
 
 
 def _coder(text: str) -> tuple[str, dict[str, str] | None]:
-    """The same of Qwen3-Coder; a value stands on lines of its own."""
+    """A tool's call of Qwen3-Coder: name and arguments; a value stands on lines of its own."""
     name, mark, rest = text.strip().removeprefix(_FUNCTION).partition(">")
     if not mark or not text.strip().startswith(_FUNCTION) or not rest.endswith(_FUNCTION_END):
         return name, None
@@ -283,7 +283,7 @@ def _coder(text: str) -> tuple[str, dict[str, str] | None]:
 
 
 def _deepseek(text: str) -> list[Any]:
-    """Objects of the calls between the outer marks; [None] where they are none."""
+    """Tools' calls of DeepSeek: objects between the outer marks; [None] where they are none."""
     first, *parts = text.split(_CALL)
     found: list[Any] = []
     for part in parts:
@@ -301,14 +301,16 @@ def _deepseek(text: str) -> list[Any]:
 
 
 def _after_name(part: str) -> tuple[str | None, str]:
-    """The name before `[ARGS]`, and the JSON behind it; None where all is JSON, in which the mark may stand too."""
+    """A tool's call after its name: the name before `[ARGS]`, and the JSON behind it; None where all is JSON, in which
+    the mark may stand too."""
     name, mark, arguments = part.partition(_ARGS)
     return (None, part) if not mark or part.lstrip().startswith(("[", "{")) else (name.strip(), arguments)
 
 
 def _arguments(given: Any) -> str | None:
-    """Arguments as the JSON of an object that UTF-8 can hold: halves of surrogate pairs stay escapes. None where they
-    are no object (null is an empty one), or where JSON cannot say them, as numbers beyond all bounds."""
+    """Arguments of a tool's call as the JSON of an object that UTF-8 can hold: halves of surrogate pairs stay escapes.
+    None where they are no object (null is an empty one), or where JSON cannot say them, as numbers beyond all
+    bounds."""
     value = _json(given) if isinstance(given, str) else {} if given is None else given
     if not isinstance(value, dict):
         return None
@@ -321,8 +323,8 @@ def _arguments(given: Any) -> str | None:
 
 
 def _typed(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
-    """A value that was written as text: a string where its schema, a part of the whole one, has one; else JSON, or a
-    string all the same, as what only Python takes for a number (NaN)."""
+    """A typed argument of a tool's call: a value that was written as text: a string where its schema, a part of the
+    whole one, has one; else JSON, or a string all the same, as what only Python takes for a number (NaN)."""
     if _is_text(schema, whole):
         return text
     if text.strip() in _PYTHON:
@@ -336,7 +338,8 @@ def _typed(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
 
 
 def _is_text(schema: Any, whole: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> bool:
-    """True if a schema takes strings: by its type, its values, or one of those that it is made of or refers to."""
+    """True if a tool's schema takes strings: by its type, its values, or one of those that it is made of or refers
+    to."""
     if not isinstance(schema, Mapping):
         return False
     kind, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -351,7 +354,7 @@ def _is_text(schema: Any, whole: Mapping[str, Any], seen: frozenset[str] = froze
 
 
 def _referred(name: str, whole: Mapping[str, Any]) -> Any:
-    """The part of a schema that `#/$defs/Name` is; None where it has none."""
+    """The part of a tool's schema that `#/$defs/Name` is; None where it has none."""
     found: Any = whole
     for key in name.removeprefix("#/").split("/"):
         found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -359,7 +362,7 @@ def _referred(name: str, whole: Mapping[str, Any]) -> Any:
 
 
 def _in_string(text: str) -> bool:
-    """True if JSON breaks off inside of a string."""
+    """True if JSON of a tool's call breaks off inside of a string."""
     try:
         json.JSONDecoder().raw_decode(text.strip())
     except json.JSONDecodeError as error:
@@ -377,5 +380,5 @@ def _json(text: str) -> Any:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of `text` that the mark may begin with."""
+    """Characters at the end of `text` that the mark of a tool's call may begin with."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

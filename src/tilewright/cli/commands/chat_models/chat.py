@@ -82,7 +82,7 @@ def chat(
 
 
 def _answer(talk: "_Talk", line: str, interactive: bool) -> None:
-    """A message that cannot be answered ends a script, and not a conversation at the terminal."""
+    """In a chat, a message that cannot be answered ends a script, and not a conversation at the terminal."""
     try:
         talk.answer(line)
     except DataError as error:
@@ -120,11 +120,11 @@ class _Talk:
         self._said_drop = False
 
     def reset(self) -> None:
-        """Forget all but the system's message."""
+        """Reset the chat: forget all but the system's message."""
         self._messages = list(self._system)
 
     def answer(self, text: str) -> None:
-        """Print the answer to a message as it is drawn, and keep both."""
+        """In a chat, print the answer to a message as it is drawn, and keep both."""
         from tilewright.serving.session import fitting
 
         asked = [*self._messages, {"role": "user", "content": text}]
@@ -152,5 +152,5 @@ class _Talk:
 
 
 def _shown(text: str) -> str:
-    """Without what would steer the terminal."""
+    """A chat's text shown without what would steer the terminal."""
     return "".join(c for c in text if c in "\n\t" or not unicodedata.category(c).startswith("Cc"))

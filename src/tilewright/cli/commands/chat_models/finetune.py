@@ -89,7 +89,7 @@ def _tell_plan(setup: "RunContext") -> None:
 
 
 def _next(loaded: Loaded, run: Path) -> None:
-    """Where the result is, and what can be done with it."""
+    """After `finetune`, next: where the result is, and what can be done with it."""
     shown = Path(loaded.recipe.run.dir) / run.name
     adapted = bool(loaded.recipe.lora.rank)
     say(f"{'adapter' if adapted else 'model'}: {shown / 'hf'}")

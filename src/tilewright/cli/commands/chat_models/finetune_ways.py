@@ -68,12 +68,12 @@ class Way:
 
     @property
     def changes_learning(self) -> bool:
-        """True where the chosen settings fit."""
+        """True where a way to fine-tune changes what is learned."""
         return bool({*FORMAT_FIELDS, "optim.clip"} & set(self.chosen))
 
     @property
     def state(self) -> State:
-        """True where it fits."""
+        """State of a way to fine-tune: true where it fits."""
         return "not known" if self.plan is None else self.plan.state
 
 
@@ -119,9 +119,9 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
 
 
 def _best(way: Way, planning: "_Planning") -> Way:
-    """The fastest of what a table may offer: the recipe as `train` plans it, with settings that are faster, and where
-    it does not fit as it stands with optimizer states and clipping that take less, if nobody wrote these down. What
-    changes what is learned has to gain as much over the fastest without.
+    """Best of the ways to fine-tune: the fastest of what a table may offer: the recipe as `train` plans it, with
+    settings that are faster, and where it does not fit as it stands with optimizer states and clipping that take less,
+    if nobody wrote these down. What changes what is learned has to gain as much over the fastest without.
 
     Args:
         way: as `train` plans it.
@@ -143,8 +143,8 @@ def _best(way: Way, planning: "_Planning") -> Way:
 
 
 def _as_fast(best: Way, way: Way, settings: Mapping[str, Any], fastest: Plan, planning: "_Planning") -> Way:
-    """The way with these settings and those with which `train` is as fast as can be, where that gains something.
-    `fastest`: the plan that is so."""
+    """As fast as can be: the way to fine-tune with these settings and those with which `train` is as fast as can be,
+    where that gains something. `fastest`: the plan that is so."""
     for more in as_settings(fastest, on_machine(way.loaded, planning.site(way.loaded).machine).recipe):
         chosen = {**settings, **more}
         loaded = typed_too(way.loaded, chosen)
@@ -157,13 +157,13 @@ def _as_fast(best: Way, way: Way, settings: Mapping[str, Any], fastest: Plan, pl
 
 
 def _as_typed(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as on a command line."""
+    """Settings of a way to fine-tune as on a command line."""
     return [f"--{name}={str(value).lower()}" for name, value in settings.items()]
 
 
 def _remedied(way: Way, model: str, shown: str, typed: Sequence[str], planning: "_Planning") -> Way:
-    """A way of several ranks with what makes it fit by more communication, planned as if it were typed, if anything
-    does."""
+    """A way to fine-tune on several ranks with what makes it fit by more communication, planned as if it were typed, if
+    anything does."""
     for settings, keeps in of_shards(way.loaded.recipe, 1):
         more = [*typed, *_as_typed(settings)]
         other, _ = tuned_recipe(model, [], way.how, more, weights=False)
@@ -188,14 +188,14 @@ class _Planning:
         self._checked: dict[object, CheckpointError | None] = {}
 
     def site(self, loaded: Loaded) -> Site:
-        """Where a way is planned, with what is known of its model."""
+        """The site for which a way to fine-tune is planned, with what is known of its model."""
         vocab_size = _vocab_size(loaded) or 1  # less than any embedding has
         site = replace(site_of(loaded, self.options, vocab_size, quiet=self.quiet), finder=self._finder)
         self._finder = site.shapes
         return site
 
     def way(self, loaded: Loaded, how: str) -> Way:
-        """A way without its command."""
+        """A way to fine-tune without its command."""
         vocab_size, site = _vocab_size(loaded), self.site(loaded)
         recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
         if (error := self._why_no_model(recipe, vocab_size)) is not None:
@@ -214,7 +214,7 @@ class _Planning:
         return Way(how, loaded, "", found, changes, words(found.memory_plan))
 
     def _why_no_model(self, recipe: Recipe, vocab_size: int | None) -> CheckpointError | None:
-        """The error of an architecture, or a configuration, that cannot be built.
+        """Why ways to fine-tune have no model: the error of an architecture, or a configuration, that cannot be built.
 
         Raises:
             ConfigError: rows of the data would not fit the model.
@@ -230,7 +230,7 @@ class _Planning:
 
 
 def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> str:
-    """The command that fine-tunes so, as a shell takes it.
+    """Command of a way to fine-tune, as a shell takes it.
 
     Args:
         loaded: the recipe of it.
@@ -251,7 +251,7 @@ def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> st
 
 
 def lacking(loaded: Loaded) -> list[str]:
-    """Files that commands need and the model's folder lacks, in sentences; none that a plan needs."""
+    """Files that ways to fine-tune need and the model's folder lacks, in sentences; none that a plan needs."""
     found = []
     model = loaded.recipe.model.path
     if not is_hub_name(model) and (missing := missing_files(Path(model).expanduser(), weights=True)):
@@ -264,7 +264,7 @@ def lacking(loaded: Loaded) -> list[str]:
 
 
 def reason(error: TilewrightError) -> str:
-    """The fault, in a line of bounded length."""
+    """Reason why a way to fine-tune is none: the fault, in a line of bounded length."""
     problem = error.problems[0]
     return textwrap.shorten(
         f"{problem.what}: {problem.got}" if problem.got else problem.what, _LONGEST, placeholder=" ..."
@@ -272,7 +272,8 @@ def reason(error: TilewrightError) -> str:
 
 
 def _vocab_size(loaded: Loaded) -> int | None:
-    """Of the tokenizer; None without one, where a plan takes the model's own, as it does anyway."""
+    """Size of the tokenizer's vocabulary for ways to fine-tune; None without one, where a plan takes the model's own,
+    as it does anyway."""
     recipe = loaded.recipe
     try:
         path = tokenizer_path(recipe.model, recipe.data)

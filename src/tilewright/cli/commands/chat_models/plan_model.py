@@ -25,7 +25,8 @@ _CONFIG = "config.json"
 
 
 def named_model(text: str) -> str | None:
-    """The folder or the hub's name of a model; None where a text means a recipe, which comes first.
+    """The model of a plan: the folder or the hub's name of a model; None where a text means a recipe, which comes
+    first.
 
     Raises:
         ConfigError: a configuration that is not there.
@@ -145,7 +146,8 @@ def _of_budget(plan: "Plan") -> str:
 
 
 def _below(way: "Way") -> list[str]:
-    """Remarks on a row: changes by the plan, why it is not known, changes that it would need."""
+    """Below a row of the plan of a model: remarks: changes by the plan, why it is not known, changes that it would
+    need."""
     lines = []
     if way.changes or way.layers:
         settings = [f"{name} = {_value(name, value)}" for name, value in way.changes.items()]
@@ -199,7 +201,7 @@ def _way_to_json(way: "Way") -> dict[str, Any]:
 
 
 def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
-    """The error of a model that no way fits, or of which that is not known."""
+    """The error of the plan of a model that no way fits, or of which that is not known."""
     why = dict.fromkeys(way.need or way.unknown for way in found)
     names = {one: ", ".join(_NAMES[way.how] for way in found if (way.need or way.unknown) == one) for one in why}
     lines = "\n".join(f"{name}: {one}" for one, name in names.items())
@@ -219,7 +221,7 @@ def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
 
 
 def _remedies(found: "Sequence[Way]") -> str:
-    """Settings that make ways fit, as they are typed."""
+    """Remedies in the plan of a model: settings that make ways fit, as they are typed."""
     from tilewright.planner.advice.changes import words
 
     typed = dict.fromkeys(words(way.remedy.settings) for way in found if way.remedy is not None)

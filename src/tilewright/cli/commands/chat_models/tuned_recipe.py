@@ -29,7 +29,7 @@ _FEWEST_STEPS = 10
 def tuned_recipe(
     model: str, data: Sequence[str], how: str, typed: Sequence[str], *, weights: bool = True
 ) -> tuple[Loaded, list[str]]:
-    """The recipe, its model found and pinned, and the settings that are no default of it, as typed.
+    """The recipe of a fine-tune, its model found and pinned, and the settings that are no default of it, as typed.
 
     Args:
         model: a folder, or a hub's name.
@@ -50,7 +50,8 @@ def tuned_recipe(
 
 
 def check_shapes(model: str, data: Sequence[str], how: str, typed: Sequence[str]) -> None:
-    """See that data are conversations. Pairs of preferences are learned by another recipe, whose command is named.
+    """Check shapes for the recipe of a fine-tune: that data are conversations. Pairs of preferences are learned by
+    another recipe, whose command is named.
 
     Args:
         model, data, how, typed: as in `tuned_recipe`.
@@ -75,8 +76,8 @@ def check_shapes(model: str, data: Sequence[str], how: str, typed: Sequence[str]
 
 
 def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded:
-    """The recipe with the steps of some passes over the data, a batch that leaves room for steps, and a warm-up of a
-    tenth of them at most; what the user sets stays, a time instead of steps too."""
+    """The recipe of a fine-tune with the steps of some passes over the data, a batch that leaves room for steps, and a
+    warm-up of a tenth of them at most; what the user sets stays, a time instead of steps too."""
     rows = prepared.full_rows
     train, changes = loaded.recipe.train, {}
     batch = train.global_batch_size
@@ -99,13 +100,14 @@ def _is_set(loaded: Loaded, name: str) -> bool:
 
 
 def _run_name(model: str, how: str) -> str:
-    """A name of a folder for a model's fine-tune."""
+    """Run's name in the recipe of a fine-tune: a name of a folder."""
     stem = Path(split_name(model)[0]).expanduser().resolve().name if model else "model"
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{how}"
 
 
 def _sources(data: Sequence[str]) -> list[str]:
-    """Settings that name the data; domains are named as the files are, counted where two have one name."""
+    """Sources in the recipe of a fine-tune: settings that name the data; domains are named as the files are, counted
+    where two have one name."""
     if len(data) < 2:
         return [f"--data.source={path}" for path in data]
     named: dict[str, str] = {}

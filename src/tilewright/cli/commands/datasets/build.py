@@ -75,7 +75,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
 
 
 def _executor(name: str, processes: int | None) -> Any:
-    """The `UnitExecutor` of that name, a context manager."""
+    """The executor of `data build` of that name, a context manager."""
     from tilewright.data.engine.executors.local_processes import LocalExecutor
     from tilewright.data.engine.executors.on_ray import RayExecutor
     from tilewright.data.engine.executors.rank import RankExecutor

@@ -115,7 +115,7 @@ def _rows(folder: Path, kind: str, wanted: str, most: int, as_json: bool) -> Non
 
 
 def _none(folder: Path, kind: str, wanted: str) -> DataError:
-    """Nothing matches: the reasons that there are, and the one that was meant."""
+    """`data inspect` without a match: the reasons that there are, and the one that was meant."""
     from tilewright.data.dataset.build_account import reasons_of
     from tilewright.data.dataset.open_built import find_records
 

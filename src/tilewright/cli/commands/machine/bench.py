@@ -65,7 +65,7 @@ def bench(
 
 
 def _check_options(ctx: click.Context, what: str) -> None:
-    """Raise for an option of another measurement, which would have no effect.
+    """Check options of `bench`: raise for one of another measurement, which would have no effect.
 
     Raises:
         ConfigError: there is one.

@@ -22,7 +22,7 @@ MOST_BYTES = 2**33
 
 
 def sizes_of(text: str) -> list[int]:
-    """Sizes of `--sizes`.
+    """Sizes of `bench comm --sizes`.
 
     Raises:
         ConfigError: one is none, or too large.
@@ -50,7 +50,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def bench_comm(recipe: Recipe, ranks: int | None, sizes: str, out: Path | None, *, as_json: bool) -> None:
-    """Measure, show, and write the file that plans read.
+    """`bench comm`: measure, show, and write the file that plans read.
 
     Args:
         recipe: says the device.

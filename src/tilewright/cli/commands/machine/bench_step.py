@@ -39,7 +39,7 @@ class StepBench:
 
 
 def bench_step(settings: Loaded, steps: int, *, against: Loaded | None = None, as_json: bool) -> None:
-    """Train for a few steps on the recipe's data, keep nothing, and show what they took.
+    """`bench step`: train for a few steps on the recipe's data, keep nothing, and show what they took.
 
     Args:
         settings: the recipe.
@@ -70,7 +70,8 @@ def bench_step(settings: Loaded, steps: int, *, against: Loaded | None = None, a
 
 
 def _beside(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of the first over those of the second; of joules None where one of them is not counted, and why."""
+    """Two results of `bench step` beside each other: numbers of the first over those of the second; of joules None
+    where one of them is not counted, and why."""
     joules = first["joules_per_token"], second["joules_per_token"]
     reasons = dict.fromkeys((*first["not_counted"], *second["not_counted"]))
     return {
@@ -81,7 +82,7 @@ def _beside(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def _ratio(value: float) -> str:
-    """Of two numbers, and the change in percent.
+    """Ratio of two numbers of `bench step`, and the change in percent.
 
     Example:
         >>> _ratio(0.583)
@@ -185,7 +186,8 @@ def _energy_in_words(found: Mapping[str, Any]) -> str:
 
 
 def _matmuls(parts: "Components") -> tuple[Any, Mapping[Any, int]]:
-    """A probe of the device, and the step's matmuls; None of a model whose shapes are not known."""
+    """Matmuls for `bench step`: a probe of the device, and the step's matmuls; None of a model whose shapes are not
+    known."""
     from tilewright.planner.advice.step_gemms import step_gemms
     from tilewright.planner.machine.microbench import RateProbe
 
@@ -199,7 +201,7 @@ def _matmuls(parts: "Components") -> tuple[Any, Mapping[Any, int]]:
 
 
 def _rates(flops: int, alone: Sequence[float], seconds: Sequence[float]) -> dict[str, float] | None:
-    """FLOP/s of the matmuls by themselves and in the step, and the share that is reached."""
+    """Rates of `bench step`: FLOP/s of the matmuls by themselves and in the step, and the share that is reached."""
     if not alone:
         return None
     by_itself, step = statistics.median(alone), statistics.median(seconds)
@@ -213,7 +215,7 @@ def _rates(flops: int, alone: Sequence[float], seconds: Sequence[float]) -> dict
 
 
 def _owners(parts: "Components") -> tuple[list["Owner"] | None, str]:
-    """Owners of one step's seconds, or why there are none."""
+    """Owners for `bench step`: of one step's seconds, or why there are none."""
     from tilewright.planner.trace.step_owners import owners, watched
 
     if parts.setup.machine.device != "cpu":
@@ -235,7 +237,7 @@ def _show_matmuls(rates: Mapping[str, float] | None) -> None:
 
 
 def _show_owners(told: "list[Owner] | None", found: Mapping[str, Any]) -> None:
-    """The owners of a profiled step, and the plan's parts."""
+    """Show owners in `bench step`: of a profiled step, and the plan's parts."""
     if told is None:
         echo(f"owners    {found['no_owners']}")
     else:

@@ -96,7 +96,7 @@ def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, a
 
 
 def _check_parallel(ctx: click.Context, recipe: str, mesh: str, as_json: bool) -> None:
-    """Several processes against one, the worst tensors first.
+    """`doctor --parallel`: several processes against one, the worst tensors first.
 
     Raises:
         NumericsError: something is beyond its tolerance.
@@ -143,7 +143,7 @@ def _print_machine(machine: Machine, speed: float | None) -> None:
 
 
 def _energy() -> str:
-    """Which counters of joules a run would read, or why none."""
+    """Energy in `doctor`: which counters of joules a run would read, or why none."""
     found = processor_counters()
     parts = ", ".join(f"{counter.part.name} ({counter.part.how})" for counter in found.counters)
     return parts or f"unavailable: {'; '.join(found.reasons)}"
@@ -158,7 +158,7 @@ def _vectors(machine: Machine) -> str:
 def _measured(
     rates: "Ceilings | None", slow: dict[str, float], speeds: "dict[str, LinkSpeed]"
 ) -> list[tuple[str, str]]:
-    """Measured rates that plans are made with, and the modes that are slower than fp32 by it."""
+    """Measured in `doctor`: rates that plans are made with, and the modes that are slower than fp32 by it."""
     from tilewright.planner.cost.mode_speed import in_words
 
     if rates is None:
@@ -207,7 +207,8 @@ def _warnings(machine: Machine) -> list[str]:
 
 
 def _disk_write_speed(folder: Path) -> float | None:
-    """Bytes/s of writing a file through to the disk; None where the folder cannot be written to."""
+    """Disk speed in `doctor`: bytes/s of writing a file through to the disk; None where the folder cannot be written
+    to."""
     block = os.urandom(2**20)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".tilewright-disk-") as file:

@@ -17,8 +17,8 @@ MOST_TIMES = 64
 
 
 def fitting(finder_of: FinderOf, world: int, options: Mapping[str, Any]) -> list[str]:
-    """Options to type instead: more memory of each rank, the fewest doublings of ranks, the smallest larger GPU. Those
-    of the three that help; empty: none does.
+    """Mesh that fits: options to type instead: more memory of each rank, the fewest doublings of ranks, the smallest
+    larger GPU. Those of the three that help; empty: none does.
 
     Args:
         finder_of: makes the search.
@@ -34,7 +34,7 @@ def fitting(finder_of: FinderOf, world: int, options: Mapping[str, Any]) -> list
 
 
 def tried_in_vain(world: int) -> str:
-    """The words for an empty answer of `fitting`."""
+    """The words for no mesh that fits, an empty answer of `fitting`."""
     return f"nothing that was tried helps: up to --world {MOST_TIMES * world}, larger published GPUs; a smaller model"
 
 
@@ -50,7 +50,7 @@ def _fits(finder_of: FinderOf, world: int, options: Mapping[str, Any]) -> bool:
 
 
 def _memory(finder_of: FinderOf, world: int, options: Mapping[str, Any]) -> Candidates:
-    """Of a budget that was typed: what the nearest mesh needs."""
+    """Memory for a mesh that fits, of a budget that was typed: what the nearest one needs."""
     if options["device_memory"]:
         bytes_ = finder_of(world, {**options, "device_memory": ""}).nearest_memory()
         size = f"{math.ceil(10 * bytes_ / 2**30) / 10}GiB"

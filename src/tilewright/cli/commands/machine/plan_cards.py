@@ -41,7 +41,7 @@ class CardPlan:
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The plan in JSON types."""
+        """The plan on a card (GPU) in JSON types."""
         if self.plan is None:
             return {"on": self.name, "state": self.state, "reason": self.reason}
         numbers = {"step_s": self.plan.step_s, "seconds": self.seconds, "kwh": self.joules / J_PER_KWH}
@@ -50,7 +50,7 @@ class CardPlan:
 
 
 def names_of(on: str, by: str, options: Mapping[str, Any]) -> list[str]:
-    """The GPUs that a recipe is to be ranked on; none where one plan is asked for.
+    """Names of cards: the GPUs that a recipe is to be ranked on; none where one plan is asked for.
 
     Args:
         on: of `--on`, names with commas between them.
@@ -95,7 +95,7 @@ def names_of(on: str, by: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def plan_cards(loaded: "Loaded", names: Sequence[str], by: By, request: "PlanRequest", *, as_json: bool) -> None:
-    """Plan on each, and show them, the best first.
+    """Plan on each card (GPU), and show them, the best first.
 
     Args:
         loaded: the recipe.

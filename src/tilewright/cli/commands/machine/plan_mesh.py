@@ -19,7 +19,8 @@ BEST = 5
 
 
 def check_options(world: int, options: Mapping[str, Any]) -> None:
-    """Raise where options contradict each other: those of a mesh and of one recipe's plan; what one leaves unsaid.
+    """Check options of a mesh's plan: raise where they contradict each other: those of a mesh and of one recipe's plan;
+    what one leaves unsaid.
 
     Args:
         world: of `--world`; 0: a plan of the recipe as it is.
@@ -67,7 +68,7 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
 
 
 def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: Sequence[str], *, as_json: bool) -> None:
-    """Search, and show the best.
+    """Plan a mesh: search, and show the best.
 
     Args:
         loaded: the recipe; its own mesh does not matter.
@@ -140,7 +141,7 @@ def _nothing_fits(
 def _finder(
     loaded: "Loaded", world: int, options: Mapping[str, Any], tables: "Tables", like: "MeshFinder | None" = None
 ) -> "tuple[MeshFinder, tuple[str, ...]]":
-    """Of what was typed, with notes. `like`: one of the same recipe."""
+    """Finder for a mesh's plan, of what was typed, with notes. `like`: one of the same recipe."""
     with gc_paused():
         from tilewright.core.hardware import detect_machine
         from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
@@ -160,7 +161,7 @@ def _finder(
 
 
 def _other(world: int, options: Mapping[str, Any], typed: Sequence[str], tables: "Tables") -> "dict[str, str]":
-    """The best mesh of another recipe, in numbers."""
+    """The other mesh beside the plan: the best of another recipe, in numbers."""
     from tilewright.core.config.load import load_recipe
     from tilewright.planner.simulate.mesh import search_answer
 
@@ -202,7 +203,7 @@ def _show(
 
 
 def _energy(loaded: "Loaded", best: "MeshStep", world: int, on: str) -> "PlannedEnergy":
-    """Of all steps in the best mesh."""
+    """Energy in a mesh's plan: of all steps in the best mesh."""
     from tilewright.planner.advice.energy import PlannedEnergy
     from tilewright.planner.machine.gpu_specs import find_published
     from tilewright.training.planning.minutes import expected_steps
@@ -221,7 +222,7 @@ def _write(
     *,
     quiet: bool,
 ) -> None:
-    """The files that are asked for."""
+    """Write a mesh's plan: the files that are asked for."""
     from tilewright.planner.simulate.mesh import search_answer
 
     verdict = search_answer.verdict(found, world, options["on"])

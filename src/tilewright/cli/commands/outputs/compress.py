@@ -123,7 +123,7 @@ def compress(
 
 
 def _task_of(name: str) -> str:
-    """Of a run; of a model's folder causal_lm."""
+    """Task for `compress`: of a run; of a model's folder causal_lm."""
     from tilewright.core.config.load import load_recipe
 
     return load_recipe(find_run(name) / "run.toml", environ={}).recipe.model.task if is_run(name) else "causal_lm"

@@ -51,12 +51,13 @@ class Gap:
 
     @property
     def ok(self) -> bool:
-        """True if it is within the tolerance."""
+        """True if a gap of the parity check is within the tolerance."""
         return self.error <= self.tolerance
 
 
 def parse_sizes(text: str) -> MeshSizes:
-    """Ranks by axis in `dp_shard=2,dp_replicate=2` or `pp=2,dp_shard=2`. Of `ep=2` alone the same ranks are shards.
+    """For the parity check, ranks by axis in `dp_shard=2,dp_replicate=2` or `pp=2,dp_shard=2`. Of `ep=2` alone the same
+    ranks are shards.
 
     Raises:
         ConfigError: something else.
@@ -86,7 +87,7 @@ def parse_sizes(text: str) -> MeshSizes:
 
 
 def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
-    """The differences between several ranks and one, the worst first.
+    """Compare for parity: the differences between several ranks and one, the worst first.
 
     Args:
         loaded: the recipe; its model is made small.
@@ -118,7 +119,7 @@ def compare(loaded: Loaded, sizes: MeshSizes) -> list[Gap]:
 
 
 def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
-    """The parts of a recipe that are checked beside its mesh."""
+    """Checked parts of a recipe in the parity check, beside its mesh."""
     documents = recipe.data.rows == "documents"
     stages = sizes.pp > 1
     found = {
@@ -131,7 +132,8 @@ def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
 
 
 def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
-    """Raise ConfigError where a recipe's experts cannot be spread so, its matrices not cut, its tensors not sent."""
+    """For the parity check, raise ConfigError where a recipe's experts cannot be spread so, its matrices not cut, its
+    tensors not sent."""
     there = changed(recipe, {f"parallel.{axis}": size for axis, size in asdict(sizes).items()})
     for found in (*expert_conflicts(there), *tensor_conflicts(there), *sync_conflicts(there)):
         try_ = f"--parallel dp_shard={sizes.dp_shard if sizes.dp_shard > 1 else sizes.world}"
@@ -139,7 +141,8 @@ def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
 
 
 def _run_side(environs: Sequence[Mapping[str, str]], **arguments: Any) -> None:
-    """The processes of a side, to their end; where one fails, so do the others, the one that hangs by force.
+    """Run a side of the parity check: its processes, to their end; where one fails, so do the others, the one that
+    hangs by force.
 
     Raises:
         TilewrightError: that of the process which failed first.
@@ -174,15 +177,16 @@ def _sides(sizes: MeshSizes) -> list[tuple[dict[str, int], list[dict[str, str]]]
 
 
 def num_stages(recipe: Recipe, sizes: MeshSizes) -> int:
-    """Stages of a recipe's model on such ranks, each of which has a layer at least; 1 without a pipeline."""
+    """For the parity check, stages of a recipe's model on such ranks, each of which has a layer at least; 1 without a
+    pipeline."""
     if sizes.pp == 1:
         return 1
     return Pipeline.of(recipe.parallel.model_copy(update={"pp": sizes.pp})).num_stages
 
 
 def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
-    """The recipe with a small model, short rows and one row per micro-batch, two for each rank that reads rows of
-    its own, and twice as many for each stage of a pipeline, which has a layer at least."""
+    """The tiny recipe of the parity check, with a small model, short rows and one row per micro-batch, two for each
+    rank that reads rows of its own, and twice as many for each stage of a pipeline, which has a layer at least."""
     rows = 2 if recipe.data.format == "preferences" else 1
     settings: dict[str, Any] = {
         "run.device": "cpu" if recipe.run.device == "cpu" else "auto",
@@ -223,7 +227,8 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
 
 
 def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], limits: ParityLimits) -> list[Gap]:
-    """The differences, the worst of its tolerance first. Gradients of experts are compared one by one and together.
+    """Gaps in parity: the differences, the worst of its tolerance first. Gradients of experts are compared one by one
+    and together.
 
     Args:
         one: tensors of one process, under `loss/...`, `gradient/...` and `weight/...`; `routing/...` is 0.
@@ -249,7 +254,8 @@ def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], limits: ParityLimits)
 
 
 def _difference(one: Any, ranks: Any) -> tuple[float, float]:
-    """Norm of a difference, infinite where one is missing or not a number, and of the tensor on one process."""
+    """Difference in parity: norm of one, infinite where one is missing or not a number, and of the tensor on one
+    process."""
     import numpy as np
 
     if one is None or ranks is None or one.shape != ranks.shape:
@@ -262,7 +268,7 @@ def _difference(one: Any, ranks: Any) -> tuple[float, float]:
 
 
 def routing_of(seen: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, Any]:
-    """Share of choices that ranks would have made otherwise, by router.
+    """Routing in the parity check: share of choices that ranks would have made otherwise, by router.
 
     Args:
         seen: on each rank by router: choices that would have been others, and choices.
@@ -281,7 +287,7 @@ def routing_of(seen: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, Any]:
 
 
 def train_side(recipe: str, mesh: dict[str, int], out: str, held: dict[str, Any]) -> int:
-    """Train the steps as one rank of a side; the first one writes the side's numbers.
+    """Train a side of the parity check: the steps as one rank; the first one writes the side's numbers.
 
     Args:
         recipe: path.

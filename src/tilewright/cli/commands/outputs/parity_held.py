@@ -67,7 +67,8 @@ class HeldChoices:
             self._hold_foreign(name, modules[name])
 
     def shares(self) -> dict[str, tuple[int, int]]:
-        """For each router the choices that this side would have made otherwise, and all choices."""
+        """Shares of choices held in the parity check: for each router those that this side would have made otherwise,
+        and all choices."""
         return {name: (self._changed[name], made) for name, made in self._made.items()}
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -87,7 +88,8 @@ class HeldChoices:
         return lambda choose: self._choice(name, 0, slices, choose)
 
     def _hold_foreign(self, name: str, mixture: nn.Module) -> None:
-        """Routers of transformers, or what is around them, choose by `topk`, some several times in one call."""
+        """Hold choices of transformers' routers in the parity check: they, or what is around them, choose by `topk`,
+        some several times in one call."""
         open_modes: list[TopKChoices] = []
 
         def next_choice(choose: Callable[[], Tensor]) -> Tensor:
@@ -128,7 +130,8 @@ def _stages_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def hold_gradients(named: Iterable[tuple[str, nn.Parameter]], given: Arrays, suffix: str) -> None:
-    """Put the gradients of one process in the place of a rank's, each in the part that the rank has.
+    """Hold gradients in the parity check: put those of one process in the place of a rank's, each in the part that the
+    rank has.
 
     Args:
         named: parameters of this rank, by their names in the whole model.

@@ -55,7 +55,7 @@ class ParityLimits:
     routing: float
 
     def of(self, kind: str, name: str) -> float | None:
-        """The limit of a number or tensor; None of what is no result.
+        """The parity limit of a number or tensor; None of what is no result.
 
         Example:
             >>> limits = ParityLimits(1e-6, 1e-5, 0.25, 1e-7, 0.1)
@@ -67,7 +67,7 @@ class ParityLimits:
 
 
 def limits_of(recipe: Recipe, one: "Arrays", ranks: int) -> ParityLimits:
-    """The limits of a comparison of one process with several.
+    """The limits of a parity comparison of one process with several.
 
     Args:
         recipe: of both sides.
@@ -88,7 +88,7 @@ def limits_of(recipe: Recipe, one: "Arrays", ranks: int) -> ParityLimits:
 
 
 def _rounded(recipe: Recipe, one: "Arrays", kind: str) -> float:
-    """Of a gradient in 16 or 32 bits."""
+    """Parity limit of a rounded gradient in 16 or 32 bits."""
     shapes = {
         in_stacks(name): value.shape
         for name, value in one.items()
@@ -101,7 +101,8 @@ def _rounded(recipe: Recipe, one: "Arrays", kind: str) -> float:
 
 
 def format_of(recipe: Recipe) -> str:
-    """The format of matmuls: `fp32`, `16-bit` (TF32 too, whose products are of 11 bits) or `8-bit`."""
+    """For parity limits, the format of matmuls: `fp32`, `16-bit` (TF32 too, whose products are of 11 bits) or
+    `8-bit`."""
     mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
     if mode in get_args(ScaledFormat):
         return "8-bit"
@@ -109,7 +110,7 @@ def format_of(recipe: Recipe) -> str:
 
 
 def in_stacks(name: str) -> str:
-    """A name without the number of the expert.
+    """For parity limits, a name without the number of the expert.
 
     Example:
         >>> in_stacks("model.layers.1.mlp.experts.3.up_proj.weight")
@@ -119,7 +120,8 @@ def in_stacks(name: str) -> str:
 
 
 def sum_tolerance(rounding: float, ranks: int) -> float:
-    """How far a sum may be off, relative to its norm, where each rank's summand is rounded and the sum once more.
+    """Parity limit of sums: how far one may be off, relative to its norm, where each rank's summand is rounded and the
+    sum once more.
 
     Summands of equal norm that have nothing to do with each other have a sum of sqrt(ranks) times their norm, and all
     errors add up to ranks times the rounding of one at the most.

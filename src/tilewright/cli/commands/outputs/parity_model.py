@@ -31,7 +31,7 @@ _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def with_small_model(loaded: Loaded, folder: Path, num_layers: int = 2) -> Loaded:
-    """The recipe with a small model of the architecture that it names; unchanged where it names none.
+    """The parity check's recipe with a small model of the architecture that it names; unchanged where it names none.
 
     Args:
         loaded: the recipe. Of a model of the hub the configuration is downloaded, and no weights.
@@ -62,7 +62,8 @@ def with_small_model(loaded: Loaded, folder: Path, num_layers: int = 2) -> Loade
 
 
 def _learns(section: ModelSection, config: Mapping[str, Any]) -> bool:
-    """True where the architecture has a model of these sizes, and that has gradients; its file stays in the folder."""
+    """True where the parity check's small model learns: the architecture has one of these sizes, and that has
+    gradients; its file stays in the folder."""
     write_json(Path(section.path) / "config.json", config)
     try:
         if section.kind != "hf":

@@ -8,7 +8,7 @@ from tilewright.core.log import say
 
 
 def folder_beside(run: str, made: str) -> Path:
-    """The default folder of the stages: beside a run, or below `runs` for a model.
+    """Folder of stages' commands (`compress`, `search`) by default: beside a run, or below `runs` for a model.
 
     Args:
         run: as typed.
@@ -25,12 +25,12 @@ def folder_beside(run: str, made: str) -> Path:
 
 
 def say_aside(text: str) -> None:
-    """A line on standard error, so that standard output is the result alone."""
+    """Say aside, in stages' commands: a line on standard error, so that standard output is the result alone."""
     say(text, error=True)
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write a page, and say where it is."""
+    """Write the page of stages' commands, and say where it is."""
     from tilewright.core.atomic_io import write_whole
 
     write_whole(path, html)

@@ -43,7 +43,7 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _documents(recipe: Recipe) -> Iterator[Conflict]:
-    """Rows that are not text, and pairs of answers, cannot be concatenated."""
+    """Conflicts of data with whole documents: rows that are not text, and pairs of answers, cannot be concatenated."""
     if recipe.model.task == "image_classification":
         yield Conflict(
             ("data.rows", "model.task"),
@@ -63,7 +63,7 @@ def _documents(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _chat(recipe: Recipe) -> Iterator[Conflict]:
-    """Conversations need an answer to predict, and are in none of the installed files."""
+    """Conflicts of chat data: conversations need an answer to predict, and are in none of the installed files."""
     data = recipe.data
     if recipe.model.task != "causal_lm":
         yield Conflict(
@@ -84,7 +84,7 @@ def _chat(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _preferences(recipe: Recipe) -> Iterator[Conflict]:
-    """A pair is two rows."""
+    """Conflicts of preference data: a pair is two rows."""
     if recipe.data.format != "preferences":
         return
     train = recipe.train
@@ -100,7 +100,8 @@ def _preferences(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _mixing(recipe: Recipe) -> Iterator[Conflict]:
-    """Stages that are missing, out of order or of unknown domains, and bounds that no weights can keep."""
+    """Conflicts of mixed data: stages that are missing, out of order or of unknown domains, and bounds that no weights
+    can keep."""
     data, mixing = recipe.data, recipe.data.mixing
     if mixing.policy == "off":
         return
@@ -145,7 +146,8 @@ _WITH_LOGIN = ("http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs"
 
 
 def _addresses(recipe: Recipe) -> Iterator[Conflict]:
-    """Addresses that hold a password, which run.toml and the report would repeat, or no folder's but a signed one's."""
+    """Conflicts of data's addresses: those that hold a password, which run.toml and the report would repeat, or no
+    folder's but a signed one's."""
     data = recipe.data
     given = {
         "data.source": [data.source],

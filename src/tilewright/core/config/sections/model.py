@@ -24,7 +24,8 @@ nothing."""
 
 
 def named_or_own(value: Any, check: Callable[[Any], Any]) -> Any:
-    """A name of ours, which is checked, or an architecture of the caller's own: its path, or itself."""
+    """The model section's name of ours, which is checked, or an architecture of the caller's own: its path, or
+    itself."""
     is_path = isinstance(value, str) and re.fullmatch(_PATH, value) is not None
     return value if is_path or isinstance(value, Architecture) else check(value)
 
@@ -142,25 +143,25 @@ class ModelSection(Section):
 
     @property
     def hidden_width(self) -> int:
-        """Width of the SwiGLU hidden layer."""
+        """Width of the SwiGLU hidden layer by the model section."""
         return self.ffn_dim or -(-8 * self.dim // (3 * 64)) * 64
 
     @property
     def expert_width(self) -> int:
-        """Hidden width of an expert; 0: there are none."""
+        """Hidden width of an expert by the model section; 0: there are none."""
         return (self.expert_dim or self.hidden_width // self.num_experts_per_token) if self.num_experts else 0
 
     @property
     def period(self) -> int:
-        """Layers that `layers` describes, before it repeats."""
+        """Layers that `layers` of the model section describes, before it repeats."""
         return sum(entry.repeat for entry in self.layers)
 
     def routes(self, layer: int) -> bool:
-        """True where layer number `layer` has experts, where it has an FFN."""
+        """True where by the model section layer number `layer` has experts, where it has an FFN."""
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def layer_entries(self) -> list[LayerSection]:
-        """An entry for each layer, all its numbers concrete; empty where `layers` is.
+        """An entry of the model section for each layer, all its numbers concrete; empty where `layers` is.
 
         Example:
             >>> section = ModelSection(num_layers=4, num_heads=8, ffn_dim=96, layers=({"num_heads": 2}, {"ffn_dim": 0}))

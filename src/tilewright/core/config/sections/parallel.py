@@ -121,12 +121,13 @@ class ParallelSection(Section):
 
     @property
     def numbers_by_name(self) -> bool:
-        """True if a parameter's draws depend on its name in the whole model, and not on what else is on its rank."""
+        """True if by the parallel section a parameter's draws depend on its name in the whole model, and not on what
+        else is on its rank."""
         return self.pp > 1 or self.place_experts == "on" or bool(self.expert_order)
 
     @property
     def stages_per_process(self) -> int:
-        """Stages of a pipeline that each process holds.
+        """Stages of a pipeline that each process holds, by the parallel section.
 
         Example:
             >>> names = "1f1b", "interleaved", "zbv"

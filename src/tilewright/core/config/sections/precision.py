@@ -110,12 +110,13 @@ class PrecisionSection(Section):
 
     @property
     def moves_matmuls(self) -> bool:
-        """True if single matmuls change their format during the run, on evidence or by a schedule."""
+        """True if by the precision section single matmuls change their format during the run, on evidence or by a
+        schedule."""
         scheduled = self.fp8_from != (0.0, 0.0, 0.0) or self.fp8_until < 1
         return self.enabled and (self.controller.enabled or scheduled)
 
     @property
     def names_fp16(self) -> bool:
-        """True if a mode or a rule here is one of FP16; `hybrid` is it on a GPU."""
+        """True if a mode or a rule of the precision section is one of FP16; `hybrid` is it on a GPU."""
         fp16 = {self.mode, self.start_mode} & {"hybrid", "pure_fp16"} or {"fp16"} & {r.compute for r in self.rules}
         return self.enabled and bool(fp16)

@@ -13,7 +13,7 @@ Refused = tuple[Callable[[Recipe], bool], str, str, str, str]
 
 
 def refused(recipe: Recipe, setting: str, rows: Sequence[Refused], cannot: str) -> Iterator[Conflict]:
-    """The rows of a table of conflicts that hold in a recipe.
+    """The refused rows of a table of conflicts, those that hold in a recipe.
 
     Args:
         recipe: whose `setting` is above 1.

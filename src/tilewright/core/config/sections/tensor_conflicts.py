@@ -41,8 +41,8 @@ REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
 
 
 def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """The conflicts of a recipe with `parallel.tp` above 1: features that it cannot have yet; numbers that do not come
-    out even."""
+    """Conflicts of tensor parallelism in a recipe with `parallel.tp` above 1: features that it cannot have yet; numbers
+    that do not come out even."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.tp == 1:
         return
@@ -77,7 +77,8 @@ def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
 def uneven_widths(
     num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int, shared_width: int = 0, *, owner: str = "model."
 ) -> Iterator[Conflict]:
-    """Numbers that cannot be cut in so many parts; 0: there is none, or it is not known. `owner`: whose they are.
+    """Conflicts of tensor parallelism: numbers that cannot be cut in so many parts; 0: there is none, or it is not
+    known. `owner`: whose they are.
 
     Example:
         >>> [conflict.got for conflict in uneven_widths(8, 2, 100, 4)]
