@@ -194,7 +194,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def check_damage(error: BaseException) -> None:
-    """Return where an error of a parser `is_damage`.
+    """Check an error of a parser: return where it `is_damage`.
 
     Raises:
         OSError, MemoryError: it is not.

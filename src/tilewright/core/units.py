@@ -27,7 +27,7 @@ def bind_units(text: str) -> str:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from `"24GiB"`, `"24 MB"`, `"1024"` or a plain integer.
+    """Parse bytes with units from `"24GiB"`, `"24 MB"`, `"1024"` or a plain integer.
 
     Raises:
         ValueError: the text is not a number with a known unit, or is negative.
@@ -95,7 +95,8 @@ def format_count(count: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss) of a loss in nats; infinite where that is more than a double holds, which is from a loss of 709.8.
+    """Perplexity as a unit: exp(loss) of a loss in nats; infinite where that is more than a double holds, which is from
+    a loss of 709.8.
 
     Example:
         >>> perplexity(0.0), perplexity(345_341.0), perplexity(float("nan"))
@@ -121,7 +122,7 @@ def format_perplexity(loss: float) -> str:
 
 
 def bits_per_byte(loss_sum: float, num_bytes: int) -> float:
-    """Bits per byte of text from the sum of its tokens' losses in nats: independent of the tokenizer.
+    """A unit of loss, bits per byte of text from the sum of its tokens' losses in nats: independent of the tokenizer.
 
     Example:
         >>> bits_per_byte(8 * math.log(2), 4)
@@ -171,7 +172,7 @@ def format_share(share: float) -> str:
 
 
 def format_kwh(joules: float) -> str:
-    """Joules in kWh, whatever their size.
+    """Joules in the unit kWh, whatever their size.
 
     Example:
         >>> format_kwh(7.2e6), format_kwh(3.6e5), format_kwh(2.73e11)
@@ -225,7 +226,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """A module's name with its numbers replaced: names with one pattern are of one kind.
+    """Pattern of a numbered name: a module's with its numbers replaced: names with one pattern are of one kind.
 
     Example:
         >>> pattern_of("layers.3.mlp.experts.12.up"), pattern_of("conv2d")

@@ -197,7 +197,7 @@ def _text(path: Path) -> str:
 
 
 def _cpus(mask: str) -> list[int]:
-    """Processors of a mask, one per package.
+    """Processors (CPUs) of a mask, one per package.
 
     Example:
         >>> _cpus("0,32-33")

@@ -107,7 +107,7 @@ def encode_e8m0(exponent: Tensor) -> Tensor:
 
 
 def decode_e8m0(qdata: Tensor) -> Tensor:
-    """FP32 powers of two of E8M0 codes; 255 is NaN."""
+    """Decode E8M0 codes to FP32 powers of two; 255 is NaN."""
     value = torch.ldexp(torch.ones(qdata.shape, device=qdata.device), qdata.to(torch.int32) - E8M0_BIAS)
     return torch.where(qdata == E8M0_NAN, torch.nan, value)
 

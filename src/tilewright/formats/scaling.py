@@ -120,7 +120,8 @@ class ScaleSpec:
         return replace(self, tile=self.tile.transposed())
 
     def relaxed(self, *, power_of_two: bool) -> "ScaleSpec":
-        """Unless `power_of_two`: exact scales in place of the least power of two, where FP32 holds them."""
+        """Relaxed scaling unless `power_of_two`: exact scales in place of the least power of two, where FP32 holds
+        them."""
         relaxes = not power_of_two and self.dtype == torch.float32 and self.rule == "ceil"
         return replace(self, rule="exact") if relaxes else self
 

@@ -86,7 +86,7 @@ FP8_SPECS = {spec.name: spec for spec in (E4M3, E5M2)}
 
 
 def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
-    """The values of `x` rounded to the nearest value of `spec`, ties to even; the result is FP32.
+    """Round to a format's spec: the values of `x` as its nearest ones, ties to even; the result is FP32.
 
     Overflow gives infinity, NaN stays NaN, the sign of zero is kept.
 

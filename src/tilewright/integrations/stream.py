@@ -88,8 +88,8 @@ class StreamLoader:
             yield self._batches[self._given - 1]
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """Change the weights of the domains; see `Stream.move`: other weights of the domains, from the next block of
-        samples on. Call it on every rank after the same step."""
+        """Move a stream's loader: change the weights of the domains; see `Stream.move`: other weights of the domains,
+        from the next block of samples on. Call it on every rank after the same step."""
         return self.steps.move(weights, why)
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class StreamRows(IterableDataset[dict[str, Tensor]]):
                 yield from map(language_model_row, *(batch[name] for name in ("input_ids", "positions", "labels")))
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """Change the weights of the domains: see `StreamLoader.move`."""
+        """Move a stream's rows: change the weights of the domains: see `StreamLoader.move`."""
         return self.steps.move(weights, why)
 
 

@@ -88,7 +88,7 @@ class Int8Weight:
 
     @classmethod
     def of(cls, weight: IntegerTensor, machine: Machine, candidate: str = "auto") -> "Int8Weight":
-        """Prepare a symmetric INT8 weight with a scale per row.
+        """Prepare the weight of an INT8 linear layer, symmetric, with a scale per row.
 
         Raises:
             ValueError: a weight in another format.
@@ -108,7 +108,7 @@ class Int8Weight:
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias_N: Tensor | None = None) -> Tensor:
-    """A linear layer with operands in 8-bit integers; see the module.
+    """INT8 linear: a layer with operands in 8-bit integers; see the module.
 
     Example:
         >>> from tilewright.core.hardware import detect_machine

@@ -13,8 +13,8 @@ from tilewright.core.config.sections.parallel import EXPERT_SHARDS
 
 
 def gradient_values(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Values of the gradients that there are, each once: whole tensors of a device in one list, those sharded over a
-    mesh in another. To change them in place is to change the gradients.
+    """Values of all gradients, each once: whole tensors of a device in one list, those sharded over a mesh in another.
+    To change them in place is to change the gradients.
 
     Sparse gradients are coalesced, so that each element has one value. Sharded ones that are still to be summed over
     ranks are summed: parts have neither the norm nor the infinities of their sum.

@@ -95,17 +95,17 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This process's rank among all of the run."""
+        """This process's rank in the world, among all of the run."""
         return self.everyone.rank
 
     @property
     def size(self) -> int:
-        """The number of processes of the run."""
+        """The size of the world: the number of processes of the run."""
         return self.everyone.size
 
     @property
     def part(self) -> int:
-        """This rank's number among those that read the same rows, which hold other parts of the model.
+        """This rank's number in the world among those that read the same rows, which hold other parts of the model.
 
         Example:
             >>> [World(Group(rank, 4), sizes=MeshSizes(dp_shard=2, tp=2)).part for rank in range(4)]

@@ -142,12 +142,12 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Planned seconds of an optimizer step."""
+        """The plan's seconds of an optimizer step."""
         return sum(self.seconds.values())
 
     @property
     def known_step_s(self) -> float:
-        """Planned seconds of an optimizer step; 0 where they are not known."""
+        """The plan's seconds of an optimizer step; 0 where they are not known."""
         return 0.0 if self.shape.unknown else self.step_s
 
     @property
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Planned tokens a second."""
+        """The plan's tokens per second."""
         return self.tokens_per_step / self.step_s
 
     @property
@@ -201,12 +201,12 @@ class Plan:
 
     @property
     def least_host(self) -> float:
-        """Host memory of a budget in which this plan is accepted."""
+        """Host memory of a budget in which the plan is accepted."""
         return _SPARE * self.host_bytes / self._left
 
     @property
     def least_disk(self) -> float:
-        """Disk space of a budget in which this plan is accepted."""
+        """Disk space of a budget in which the plan is accepted."""
         return _SPARE * self.disk_bytes / self._left
 
     @property
@@ -288,7 +288,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """Planned time of a step and tokens/s, in words."""
+        """The plan's time of a step and tokens/s, in words."""
         return f"{format_seconds(self.step_s)} a step, {format_count(self.tokens_per_s)} tokens/s"
 
     @property

@@ -168,7 +168,7 @@ def _placed(model: nn.Module, policy: Policy | str) -> Policy:
 
 
 def _kernels_of(model: nn.Module) -> Kernels | None:
-    """Kernels and policy that an earlier conversion gave the layers of a model."""
+    """Kernels and policy with which a model's layers were converted before."""
     layers = [module.kernels for module in model.modules() if isinstance(module, CastLinear | Float8Linear)]
     weights = [given.matmuls.kernels for given in tile_weights(model).values()]
     return next((kernels for kernels in (*layers, *weights) if kernels is not None), None)

@@ -115,7 +115,7 @@ class RunContext:
         return self.plan.memory_plan if self.plan.decided and self.plan.shape.classes else None
 
     def lasting(self, length: Length) -> "RunContext":
-        """These facts of a run for another number of steps, which is an event of it where there is something to say."""
+        """The facts of an assembled run for another number of steps, an event of it where there is something to say."""
         told = ((length.text, length.numbers),) if length.text else ()
         plan = replace(self.plan, events=(*self.plan.events, *told))
         return replace(self, loaded=lasting(self.loaded, length), plan=plan)

@@ -81,7 +81,7 @@ class RowLosses:
 
 @torch.no_grad()
 def row_losses_of(model: Any, batches: Batches) -> RowLosses:
-    """Losses of a model's held-out rows; of an image classifier, which of them are wrong.
+    """The measure of held-out rows: losses of a model's; of an image classifier, which of them are wrong.
 
     Raises:
         NumericsError: one is not finite.
@@ -141,9 +141,9 @@ def _wrong(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
-    """Seconds of a forward pass of each over a few tokens or images: of `other` the least; of `model` that times the
-    median ratio of passes one behind the other, since a machine's speed drifts by more than the passes of one pair. On
-    one thread it is the thread's own processor time (`machine_clock`)."""
+    """The measure of speed: seconds of a forward pass of each over a few tokens or images: of `other` the least; of
+    `model` that times the median ratio of passes one behind the other, since a machine's speed drifts by more than the
+    passes of one pair. On one thread it is the thread's own processor time (`machine_clock`)."""
     _, clock = machine_clock()
     ratios, least = [], math.inf
 
@@ -168,7 +168,7 @@ def _pass(model: Any) -> Tensor:
 
 
 def parameters(model: Any) -> int:
-    """The number of a model's parameters, tied ones counted once."""
+    """The measure of size: the number of a model's parameters, tied ones counted once."""
     return sum(param.numel() for param in model.parameters())
 
 

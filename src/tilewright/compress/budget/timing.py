@@ -58,7 +58,7 @@ def machine_clock() -> tuple[str, Clock]:
 
 
 def measure(call: Callable[[], object], clock: Clock) -> Seconds:
-    """Least seconds of a call, after one that prepares.
+    """Time a call: the least seconds, after one that prepares.
 
     Args:
         call: the same each time.

@@ -79,5 +79,5 @@ CAPABILITIES: Mapping[ExecutorName, Capabilities] = MappingProxyType(
 
 
 def capabilities_of(executor: ExecutorName) -> Capabilities:
-    """Capabilities of the executor (`memory.executor`) of this name."""
+    """Capabilities of the executor of this name, one of the executors that `memory.executor` may say."""
     return CAPABILITIES[executor]

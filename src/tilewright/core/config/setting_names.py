@@ -39,7 +39,7 @@ class Field:
 
     @property
     def wants(self) -> str:
-        """Allowed values of a setting, in words."""
+        """Allowed values of a setting by its name, in words."""
         if any(getattr(item, "func", None) is parse_bytes for item in self.info.metadata):
             return 'a size like "24GiB", "500MB" or 1024'
         either = _describe(self.info.annotation) + _bounds(self.info.metadata)
@@ -98,7 +98,7 @@ def fields(root: type[BaseModel] = Recipe) -> Iterator[Field]:
 
 
 def find(path: str, root: type[BaseModel] = Recipe) -> Field | None:
-    """Find the setting `section.field` in the schema, or None."""
+    """Find a setting by its name `section.field` in the schema, or None."""
     section, _, name = path.rpartition(".")
     model = _known(root).get(section)
     info = model.model_fields.get(name) if model is not None else None
@@ -145,7 +145,7 @@ def value_at(tree: Mapping[str, typing.Any], path: str) -> typing.Any:
 
 
 def changes_numbers(path: str) -> bool:
-    """True if a setting of a recipe decides what numbers a step computes; its section says so.
+    """True if a setting of this name decides the numbers that a step computes; its section says so.
 
     Example:
         >>> changes_numbers("train.dpo_beta"), changes_numbers("train.log_interval")

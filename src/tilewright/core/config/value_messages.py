@@ -59,7 +59,7 @@ def _start(value: object) -> str:
 
 
 def broken_text(path: str, value: object, place: str) -> Problem:
-    """The message about a text that no file can hold and no path be."""
+    """The message about a value, a text that no file can hold and no path be."""
     got = ascii(value)
     return Problem(
         f"{path} is not UTF-8 text, or holds a NUL",
@@ -93,7 +93,7 @@ def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] 
 
 
 def not_a_section(section: str, content: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
-    """The message about a top-level key of a file that is no section, or a section that is no table."""
+    """The message about a value: a top-level key of a file that is no section, or a section that is no table."""
     known = setting_names.sections(root)
     got = "" if isinstance(content, dict) else f"{section} = {toml_text(content)}"
     if section in known:
@@ -115,6 +115,7 @@ def not_a_section(section: str, content: object, place: str, root: type[BaseMode
 
 
 def by_line(problem: Problem) -> tuple[str, int]:
-    """Sort key of a message about a recipe file, by line; the others come after, in the order found."""
+    """Sort key of a message about a value, that is about a recipe file, by line; the others come after, in the order
+    found."""
     file, _, number = problem.where.rpartition(":")
     return (file, int(number)) if file.endswith(".toml") and number.isdecimal() else ("~", 0)

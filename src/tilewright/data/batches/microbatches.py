@@ -165,7 +165,7 @@ def add_each_weighed(sums: dict[str, Tensor], values: Sequence[Mapping[str, Tens
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which the losses of micro-batches are added up."""
+    """The dtype in which losses are added up over micro-batches."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 

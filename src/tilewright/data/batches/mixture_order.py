@@ -139,8 +139,8 @@ class RowOrder(Protocol):
     """The order in which rows of a domain come in a mixture."""
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The row of each domain (its place in the mixture) that comes as number `index` of an epoch: of all indices
-        each row once. int64 arrays of one length."""
+        """The order of rows in a mixture: the row of each domain (its place in the mixture) that comes as number
+        `index` of an epoch: of all indices each row once. int64 arrays of one length."""
         ...
 
 
@@ -155,7 +155,7 @@ class WholeDomains:
         self._num_rows = np.array(list(num_rows), np.int64)
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The rows of domains that come as these numbers of an epoch: see `RowOrder`."""
+        """The order of rows in a mixture of whole domains: see `RowOrder`."""
         return permute(index, self._num_rows[domain], hash64(seed, 2, domain, epoch))
 
 

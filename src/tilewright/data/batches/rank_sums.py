@@ -49,7 +49,7 @@ class SumsOfRanks:
         return {"train_domains": found} if found else {}
 
     def add(self, result: Any) -> None:
-        """Add the losses by domain of this rank's rows of a step."""
+        """Add this rank's losses by domain, of its rows of a step, to the sums."""
         if result.rows is None:
             self.told &= result.skipped is not None or not result.num_targets
             return
@@ -78,10 +78,10 @@ class SumsOfRanks:
             self.gather()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: sums of losses by domain that no row of metrics has yet."""
+        """The state of the ranks' sums for a checkpoint: losses by domain that no row of metrics has yet."""
         return {"all": self._all.state_dict(), "mine": self._mine.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sums of losses by domain from `state_dict()`."""
+        """Restore the ranks' sums of losses by domain from `state_dict()`."""
         self._all.load_state_dict(state["all"])
         self._mine.load_state_dict(state["mine"])

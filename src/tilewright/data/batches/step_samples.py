@@ -31,7 +31,7 @@ class Rows(Protocol):
     num_rows: Mapping[str, int]
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
-        """Batch arrays of the training rows `picks`, in their order."""
+        """Batch arrays of a step's samples, the training rows `picks`, in their order."""
         ...
 
     def blank_row(self) -> dict[str, np.ndarray]:
@@ -295,7 +295,8 @@ def _filled(values: np.ndarray, blank: np.ndarray, number: int) -> np.ndarray:
 
 
 def padded_length(tokens: int, most: int) -> int:
-    """T of a micro-batch [1, T] of documents with so many tokens: the next of `NUM_LENGTHS` lengths or fewer.
+    """Padded length of a step's documents, T of a micro-batch [1, T] of documents with so many tokens: the next of
+    `NUM_LENGTHS` lengths or fewer.
 
     Args:
         tokens: of documents.

@@ -129,7 +129,7 @@ class RowReader:
         self._pairs = pairs
 
     def read(self, file: str, text: str, *, of_table: bool = False) -> Row:
-        """Read the conversation or preference pair of a row, see `read_row`.
+        """Read a chat row's conversation or preference pair, see `read_row`.
 
         Args:
             file: that the row is in.
@@ -253,7 +253,7 @@ def _history(row: Mapping[str, Any]) -> list[Row]:
 
 
 def _answer(row: Mapping[str, Any], message: Row) -> Row:
-    """The answer with the reasoning that a row has as a field."""
+    """The answer in a chat row with the reasoning that it has as a field."""
     name = next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None)
     return message if name is None else {"reasoning_content": row[name], **message}
 
@@ -283,7 +283,7 @@ def _pair(row: Mapping[str, Any]) -> Row:
 
 
 def _prompt(row: Mapping[str, Any]) -> list[Row]:
-    """The prompt that both answers of a pair follow, in the shapes that have it as a field of its own."""
+    """The prompt in a chat row that both answers of a pair follow, in the shapes that have it as a field of its own."""
     if row.get("prompt"):
         return _messages(row["prompt"], "user")
     listed = parsed(next((row[name] for name in _LISTS if row.get(name)), None))
@@ -293,7 +293,7 @@ def _prompt(row: Mapping[str, Any]) -> list[Row]:
 
 
 def _messages(value: Any, role: str) -> list[Row]:
-    """A list of messages, or one of `role` whose text this is."""
+    """The messages of a chat row: a list, or one of `role` whose text this is."""
     listed = parsed(value)
     if isinstance(listed, list) and (not isinstance(value, str) or all(_is_message(item) for item in listed)):
         return read_messages(listed)
@@ -307,7 +307,7 @@ def _is_message(item: Any) -> bool:
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Row]) -> list[Row]:
-    """The messages behind the system message that a row has as a field; empty ones are none."""
+    """The messages of a chat row behind the system message that it has as a field; empty ones are none."""
     given = next((row[name] for name in _SYSTEM if row.get(name)), None)
     if isinstance(given, str) and given.strip() and [say("system", given)] != messages[:1]:
         messages = [say("system", given), *messages]

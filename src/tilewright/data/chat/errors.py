@@ -13,5 +13,5 @@ class ChatError(DataError):
 
     @property
     def reason(self) -> str:
-        """Why, the same for all conversations of the kind."""
+        """Why a chat cannot be used, the same for all conversations of the kind."""
         return self.problems[0].what

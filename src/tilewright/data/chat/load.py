@@ -26,7 +26,7 @@ CHATML_NAME = "chatml"
 
 
 def template_source(chosen: str, folder: str, setting: str = SETTING) -> tuple[str, str]:
-    """The text of a chat template, and where it is from.
+    """Load a chat template: its text, and where it is from.
 
     Args:
         chosen: `data.chat_template`: "" for the model's own, "chatml" for the built-in one, the path of a .jinja file
@@ -64,7 +64,7 @@ def template_source(chosen: str, folder: str, setting: str = SETTING) -> tuple[s
 
 
 def chosen_template(chosen: str, folder: str) -> str | None:
-    """The text of the chat template that is chosen, or the default of a model's folder; None where there is neither.
+    """Load the chat template that is chosen, or the default of a model's folder; None where there is neither.
 
     Args:
         chosen: as in `template_source`.

@@ -131,7 +131,8 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, given: TemplateArguments = NO_ARGUMENTS
     ) -> list[int]:
-        """Encode a conversation to token ids; see the top of this file for names of control tokens in messages.
+        """Encode a conversation by the chat template to token ids; see the top of this file for names of control
+        tokens.
 
         Raises:
             ChatError: the template refuses the conversation.

@@ -110,7 +110,7 @@ class Talk:
 
 
 def without_call(messages: Sequence[Message], number: int) -> list[Message]:
-    """The messages of a conversation, of which one calls no tool."""
+    """The messages of a conversation whose tokens are trained, of which one calls no tool."""
     silent = {key: value for key, value in messages[number].items() if key != "tool_calls"}
     return [*messages[:number], silent, *messages[number + 1 :]]
 

@@ -52,7 +52,7 @@ def choose_encoder(tokenizer: Tokenizer, num_bytes: int, sample: Sequence[str]) 
 
 
 def with_ranks(tokenizer: Tokenizer) -> Tokenizer | str:
-    """The tokenizer with tiktoken to encode batches of text, or the reason why it cannot."""
+    """The encoder with ranks: the tokenizer with tiktoken to encode batches of text, or the reason why it cannot."""
     if not isinstance(tokenizer.reader, Direct):
         return "the tokenizer reads in a process under limits"
     if not has_tiktoken():

@@ -109,7 +109,7 @@ class RankedBpe:
 
     @cached_property
     def name(self) -> str:
-        """Name of the library that encodes (tiktoken), with its version."""
+        """Name of the library that encodes by ranked BPE (tiktoken), with its version."""
         return f"tiktoken {tiktoken_version()}"
 
     def encode(self, texts: Sequence[str]) -> list[list[int] | None]:

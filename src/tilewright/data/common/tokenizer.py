@@ -127,7 +127,7 @@ class Tokenizer:
         return self.reader.decode([int(i) for i in ids])
 
     def stopping_at(self, ids: Iterable[int]) -> "Tokenizer":
-        """This tokenizer with further `stop_ids`; those that it does not have are left out.
+        """This tokenizer with further `stop_ids`; those that its vocabulary does not have are left out.
 
         Example:
             >>> tok = train_tokenizer(["low lower lowest " * 20], 300)

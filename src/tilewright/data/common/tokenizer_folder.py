@@ -46,7 +46,8 @@ def declared_tokens(folder: Path) -> dict[str, str | int]:
 
 
 def declared_stops(folder: Path) -> tuple[int, ...]:
-    """Ids at which transformers' `generate` ends a text of the model in `folder`; empty where nothing says so.
+    """Stops declared in a tokenizer's folder: ids at which transformers' `generate` ends a text of the model in
+    `folder`; empty where nothing says so.
 
     They are the `eos_token_id`, one or a list, of generation_config.json; where there is no such file, of config.json.
 

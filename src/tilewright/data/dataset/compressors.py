@@ -16,7 +16,7 @@ _XZ_LEAST_DICTIONARY = 4096
 
 
 def pooled_bits(bits: Mapping[str, Mapping[str, float]], num_bytes: Mapping[str, float]) -> dict[str, float]:
-    """Bits per byte over several domains, by compressor; one that a domain has no number of is left out.
+    """Bits per byte by compressor, pooled over several domains; one that a domain has no number of is left out.
 
     Args:
         bits: by domain, see `compressor_bits`.

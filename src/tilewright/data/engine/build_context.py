@@ -71,11 +71,11 @@ class Context:
         return self.units.folder(stage, index)
 
     def one(self, stage: str, index: int = 0) -> str:
-        """Hash of what a finished unit of a build gave."""
+        """Hash in the build's context of what a finished unit gave."""
         return self.units.digest(stage, index)
 
     def every(self, stage: str, num: int | None = None) -> str:
-        """Hash of what all units of a build's stage gave."""
+        """Hash in the build's context of what all units of a stage gave."""
         if stage not in self._digests:
             count = self.num_shards if num is None else num
             self._digests[stage] = fingerprint_of([self.one(stage, i) for i in range(count)])
@@ -91,16 +91,16 @@ class Context:
         return self.units.digest(stage, index, told=True)
 
     def count(self, stage: str, index: int, name: str) -> int:
-        """A count of a finished unit of the build."""
+        """A count of a finished unit in the build's context."""
         receipt = self.units.receipt(stage, index)
         return 0 if receipt is None else receipt["counts"][name]
 
     def total(self, stage: str, count: str) -> int:
-        """Sum of a count over all shards of a finished stage of the build."""
+        """Sum of a count over all shards of a finished stage, in the build's context."""
         return sum(self.count(stage, i, count) for i in range(self.num_shards))
 
     def totals(self, stage: str, counts: str) -> dict[str, int]:
-        """Sums over all shards of the build of counts by name."""
+        """Sums over all shards of counts by name, in the build's context."""
         found: Counter[str] = Counter()
         for shard in range(self.num_shards):
             receipt = self.units.receipt(stage, shard)

@@ -76,7 +76,7 @@ class MixPolicy(Protocol):
 
 
 def shares(weights: Mapping[str, float]) -> Weights:
-    """The mixture weights, divided by their sum.
+    """The weights of a mixing policy, divided by their sum.
 
     Example:
         >>> shares({"code": 3, "docs": 1})
@@ -87,7 +87,7 @@ def shares(weights: Mapping[str, float]) -> Weights:
 
 
 def change_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """The mixture weights that changed by at least 0.0005, in words.
+    """The weights that a mixing policy changed by at least 0.0005, in words.
 
     Example:
         >>> change_line({"code": 0.75, "docs": 0.25}, {"code": 0.7, "docs": 0.3})

@@ -75,7 +75,7 @@ def _text(name: str, at: str, value: object, field: str | None, reject, bare: bo
 
 
 def streamed_rows(name: str, path: Path, field: str | None, longest: int = LONGEST_LINE) -> Iterator[Record | Rejected]:
-    """Rows of a .jsonl file, one per line, from its first line on."""
+    """Rows of JSON lines (.jsonl), one per line, from the file's first line on."""
     for number, line in enumerate(streamed_lines(name, path, longest), 1):
         if isinstance(line, Rejected):
             yield line

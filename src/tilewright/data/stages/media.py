@@ -81,14 +81,14 @@ class ArrayWriter:
 
 
 def media_shards(c: Context) -> int:
-    """Number of units that gather tensors of images and sounds: all shards where any is kept, else none."""
+    """Number of media shards: units that gather tensors of images and sounds: all where any is kept, else none."""
     return c.num_shards if c.build.media.image_size or c.build.media.log_mel else 0
 
 
 def gather_shard(
     index: int, settings: SimpleNamespace, folder: Path, *, read: Path, records: Path, kept: Path, split: Path
 ) -> Mapping[str, Any]:
-    """Gather the tensors of images and sounds of a shard's records that stay, and `media.parquet` with a row for each.
+    """Gather a shard of media: tensors of images and sounds that stay, and `media.parquet` with a row for each.
 
     Args:
         index: of the shard.

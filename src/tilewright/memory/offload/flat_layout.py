@@ -36,7 +36,8 @@ class Layout:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A tensor of this shape that holds one value: NaN, or the largest integer. Each call has memory of its own.
+    """A placeholder for a tensor of a flat layout: one value in this shape: NaN, or the largest integer. Each call has
+    memory of its own.
 
     Example:
         >>> placeholder((2, 3), torch.bfloat16, "cpu").isnan().all().item()

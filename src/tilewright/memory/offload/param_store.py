@@ -119,7 +119,7 @@ class ParamOffloader:
         return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
 
     def flush(self) -> None:
-        """Wait until all parameters and states that were released are stored.
+        """Flush the parameter store: wait until all parameters and states that were released are stored.
 
         Raises:
             HardwareError: it cannot be written.

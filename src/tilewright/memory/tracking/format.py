@@ -30,7 +30,7 @@ def phase_table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True where an error says that an allocator found no memory, on the device or on the host.
+    """True where an error's text has the format of out-of-memory, on the device or on the host.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes do not match"))

@@ -137,5 +137,5 @@ def _three(found: tuple[Any, ...]) -> tuple[Tensor, Tensor | None, Tensor | None
 
 @functools.cache
 def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
-    """`Block._run`, compiled; layers of one kind share the graph."""
+    """A block's `_run`, compiled; layers of one kind share the graph."""
     return torch.compile(Block._run, options=layer_options(), **graph_limit())

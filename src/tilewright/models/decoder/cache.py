@@ -127,8 +127,8 @@ class LayerCache:
         return _bytes((*self._kept, *ahead, *states))
 
     def growth(self, chunk: int) -> tuple[int, float]:
-        """The most bytes of each layer's cache; see `protocols.KeyValueCache.growth`: two windows, a third while a pass
-        of more than one is counted, and the states before and behind a pass."""
+        """Growth of the decoder's cache of a layer, at most; see `protocols.KeyValueCache.growth`: two windows, a third
+        while a pass of more than one is counted, and the states before and behind a pass."""
         most, passed = 2 * self._window or math.inf, 0
         if self._window and chunk > self._window + 1:
             passed = -(-_bytes(self._kept) // 2)
@@ -195,7 +195,7 @@ class DecoderCache:
         return JoinedCache((self, *rest), width)
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
-        """The most bytes of each layer's cache: see `protocols.KeyValueCache.growth`."""
+        """Growth of the decoder's cache: the most bytes of each layer: see `protocols.KeyValueCache.growth`."""
         return [layer.growth(chunk) for layer in self.layers]
 
     @property

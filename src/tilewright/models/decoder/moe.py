@@ -161,7 +161,8 @@ class MoE(nn.Module):
         their experts are. Set by `precision.lora`."""
 
     def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
-        """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
+        """Mixture of experts (MoE): x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding
+        left out)."""
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
         run: Callable[..., Tensor] = self.run_experts

@@ -49,8 +49,8 @@ class HFCache:
         return sum(map(_held_bytes, self._layers))
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
-        """The most bytes of each layer's cache: see `protocols.KeyValueCache.growth`. A layer with a window keeps a
-        view of a pass and of what was before; of a prompt that runs in one pass it keeps all."""
+        """Growth of a Hugging Face cache: the most bytes of each layer: see `protocols.KeyValueCache.growth`. A layer
+        with a window keeps a view of a pass and of what was before; of a prompt that runs in one pass it keeps all."""
         return [(_held_bytes(layer), self._most(layer, chunk)) for layer in self._layers]
 
     def _most(self, layer: Any, chunk: int) -> float:

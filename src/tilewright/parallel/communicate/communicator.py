@@ -156,7 +156,7 @@ class AsyncCommunicator:
         self.wire = wire
 
     def async_all_reduce(self, tensor: Tensor, *, name: str = "") -> Handle:
-        """Begin an all-reduce: the sum over the ranks, in place.
+        """Begin the communicator's all-reduce: the sum over the ranks, in place.
 
         Args:
             tensor: contiguous, of one size on all ranks.
@@ -172,7 +172,7 @@ class AsyncCommunicator:
         )
 
     def async_reduce_scatter(self, part: Tensor, whole: Tensor, *, name: str = "") -> Handle:
-        """Begin a reduce-scatter: each rank gets its part of the sum over the ranks.
+        """Begin the communicator's reduce-scatter: each rank gets its part of the sum over the ranks.
 
         Args:
             part: gets this rank's part, a flat tensor.
@@ -195,7 +195,7 @@ class AsyncCommunicator:
         )
 
     def async_all_gather(self, whole: Tensor, part: Tensor) -> Handle:
-        """Begin an all-gather: the ranks' parts one after another, sent as they are.
+        """Begin the communicator's all-gather: the ranks' parts one after another, sent as they are.
 
         Args:
             whole: gets them, a flat tensor.
@@ -215,7 +215,7 @@ class AsyncCommunicator:
     def async_all_to_all(
         self, found: Tensor, sent: Tensor, gets: list[int] | None = None, sends: list[int] | None = None
     ) -> Handle:
-        """Begin an all-to-all: rows to each rank, sent as they are.
+        """Begin the communicator's all-to-all: rows to each rank, sent as they are.
 
         Args:
             found: gets the rows from all ranks, in their order.

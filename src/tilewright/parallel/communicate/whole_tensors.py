@@ -52,7 +52,8 @@ class WholeTensors:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Inside, the first rank may ask for tensors. The others take part, and come out when the first rank does."""
+        """Inside, the first rank may ask for whole tensors. The others take part, and come out when the first rank
+        does."""
         if self._group is None:
             yield
         elif dist.get_rank(self._group) == 0:

@@ -96,7 +96,8 @@ def late_error(who: str, what: str, timeout_s: float) -> HardwareError:
 
 
 def meet(ranks: Ranks, timeout_s: float) -> Meeting:
-    """The ranks that a launcher has started, without a group: torchrun's store, or one of the first rank's process.
+    """Meet: the ranks that a launcher has started, without a group: torchrun's store, or one of the first rank's
+    process.
 
     Raises:
         ConfigError: the launcher says not where ranks can meet.

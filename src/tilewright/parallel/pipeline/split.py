@@ -48,7 +48,7 @@ class Pipeline:
 
     @staticmethod
     def of(section: ParallelSection) -> "Pipeline":
-        """The pipeline that a recipe asks for."""
+        """The split of a recipe's pipeline."""
         return Pipeline(section.pp, section.schedule, section.stages_per_process, section.split)
 
     @property
@@ -64,11 +64,11 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages of the whole model."""
+        """Number of stages into which the pipeline's split divides the whole model."""
         return self.pp * self.virtual
 
     def stages_of(self, rank: int) -> list[int]:
-        """Numbers of a rank's stages, in the order of the layers.
+        """Numbers of a rank's stages in the pipeline's split, in the order of the layers.
 
         Example:
             >>> [Pipeline(2, "zbv", 2).stages_of(rank) for rank in range(2)]
@@ -80,7 +80,7 @@ class Pipeline:
         return list(range(place, self.num_stages, self.pp))
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the pipeline that has a stage.
+        """The rank that has a stage in the pipeline's split.
 
         Example:
             >>> [Pipeline(3, reverse=turned).rank_of(2) for turned in (False, True)]

@@ -79,8 +79,8 @@ def planned_energy(plan: Plan, steps: int, machines: int = 1) -> PlannedEnergy |
 
 
 def flops_per_token(plan: Plan) -> float | None:
-    """FLOPs of a token's matmuls in training, attention and what is computed again left out; None of a model whose
-    shapes are not known."""
+    """For the energy's record, FLOPs of a token's matmuls in training, attention and what is computed again left out;
+    None of a model whose shapes are not known."""
     if plan.shape.unknown:
         return None
     shape, recipe = plan.whole or plan.shape, plan.recipe

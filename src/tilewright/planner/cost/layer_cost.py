@@ -83,7 +83,8 @@ def layer_cost(
     links: Links,
     matmuls: GemmCost | None = None,
 ) -> Cost:
-    """Bytes and seconds of one layer under a choice (`LayerMemory`). `matmuls`: of this layer and setting, if known."""
+    """Cost of a layer under a choice (`LayerMemory`): bytes and seconds. `matmuls`: of this layer and setting, if
+    known."""
     matmuls = matmuls or GemmCost(found, setting.micro_batch_size, shape, rates)
     return LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).cost()
 
@@ -138,7 +139,7 @@ class LayerParts:
         return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:
-        """The operations of a step on one layer under its choice."""
+        """Cost of a layer as operations of a step, under its choice."""
         if self.setting.can.one_micro_batch:
             return self._at_once()
         return self._in_visits()
@@ -264,12 +265,12 @@ class LayerParts:
 
     @property
     def waiting(self) -> float:
-        """Bytes of one layer's inputs that wait for backward: one for each group of layers."""
+        """Cost of a layer: bytes of its inputs that wait for backward: one for each group of layers."""
         layers = self.shape.num_layers
         return self.setting.num_micro * self.input * (-(-layers // self.group) / layers)
 
     def rebuilt(self) -> float:
-        """Device bytes while a layer is recomputed and its backward runs, in tiles where asked for.
+        """Cost of a layer: device bytes while it is recomputed and its backward runs, in tiles where asked for.
 
         The token-wise part is rebuilt a tile at a time, and let go before attention's backward begins.
         """
@@ -296,7 +297,7 @@ class LayerParts:
         return found._replace(seconds=size / written) if tier == "disk" and written else found
 
     def forward(self) -> dict[str, float]:
-        """Seconds of one micro-batch forward through one layer, by part."""
+        """Cost of a layer: seconds of one micro-batch forward, by part."""
         return {
             "matmuls": self.matmul_s("fprop"),
             "attention": self.attention_s(),
@@ -306,11 +307,11 @@ class LayerParts:
         }
 
     def forward_s(self) -> float:
-        """Seconds of one micro-batch forward through one layer."""
+        """Cost of a layer: seconds of one micro-batch forward."""
         return sum(self.forward().values())
 
     def backward(self) -> dict[str, float]:
-        """Seconds of one micro-batch backward through one layer, by part."""
+        """Cost of a layer: seconds of one micro-batch backward, by part."""
         return {
             "matmuls": self.matmul_s("dgrad") + self.matmul_s("wgrad"),
             "attention": 2.5 * self.attention_s(),
@@ -322,12 +323,11 @@ class LayerParts:
         }
 
     def update(self) -> dict[str, float]:
-        """Seconds of a layer after backward, by part: codes that are made of weights once per step, and the
-        optimizer's."""
+        """Seconds of a layer after backward, by part: codes that are made of weights once, and the optimizer's."""
         return {"quantize": self.found.coding.step / self.rates.bandwidth, "optimizer": self.optimizer_s()}
 
     def again_s(self) -> float:
-        """Seconds of recomputing one layer for one micro-batch."""
+        """Cost of a layer: seconds to recompute it for one micro-batch."""
         kind = self.choice.activations
         if kind == "keep":
             return 0.0
@@ -348,18 +348,18 @@ class LayerParts:
         return self.matmul_s("fprop") * self.found.mlp_flops / self.found.matmul_flops
 
     def matmul_s(self, which: Pass) -> float:
-        """Seconds of one layer's matmuls in one micro-batch."""
+        """Cost of a layer: seconds of its matmuls in one micro-batch."""
         return self.matmuls.seconds(which)
 
     def attention_s(self) -> float:
-        """Seconds of one layer's attention (scores and values) in one micro-batch, forward."""
+        """Cost of a layer: seconds of attention (scores and values) in one micro-batch, forward."""
         slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
         share = 1.0 if self.shape.attention_share is None else self.shape.attention_share
         flops = share * self.rows * self.found.attention_flops
         return slower * flops / self.rates.attention[self.shape.matmul_format]
 
     def elementwise_s(self) -> float:
-        """Seconds of one layer's norms, activations and residuals in one micro-batch, forward and backward."""
+        """Cost of a layer: seconds of norms, activations and residuals in one micro-batch, forward and backward."""
         rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.matmul_format]
         return self.found.moved(self.rows) / rate
 
@@ -380,7 +380,7 @@ class LayerParts:
         return (CAST_BYTES * self.found.cast + GRADIENT_BYTES * self.found.weights.trained) / self.rates.bandwidth
 
     def optimizer_s(self) -> float:
-        """Seconds of the optimizer for one layer: norm, clipping and update."""
+        """Cost of a layer: seconds of the optimizer: norm, clipping and update."""
         trained, matrices = self.part.trained, self.part.matrices
         of_adam, of_muon = trained, 0.0
         if self.setting.optimizer == "muon" and matrices.elements:

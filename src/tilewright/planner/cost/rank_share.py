@@ -205,8 +205,8 @@ class Gathered:
 
     @property
     def head_gradients(self) -> float:
-        """The part of `rest_gradients` that is there while layers run backward: the gradient of the matrix that the
-        head reads."""
+        """A rank's part of `rest_gradients` that is there while layers run backward: the gradient of the matrix that
+        the head reads."""
         return self._beyond_part(self.shape.embedding if self.shape.tied else self.shape.head)
 
     @property

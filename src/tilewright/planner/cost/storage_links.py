@@ -74,7 +74,8 @@ def disk_speed(
     refresh: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LinkSpeed | None:
-    """Speed of the disk that a folder is on, or would be; None where nothing can be written there, which is reported.
+    """Measured speed of the link to the disk that a folder is on, or would be; None where nothing can be written there,
+    which is reported.
 
     Args:
         folder: need not be there yet.

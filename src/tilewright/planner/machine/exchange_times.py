@@ -39,7 +39,7 @@ def measure(
     kernels: Kernels | None = None,
     on_point: Callable[[LinkPoint], None] = lambda _: None,
 ) -> list[LinkPoint]:
-    """Measure exchanges between the ranks of a group: points of each operation, wire format and size.
+    """Measure times of exchanges between the ranks of a group: points of each operation, wire format and size.
 
     Args:
         group: of two ranks or more, over a backend that takes tensors of the device.

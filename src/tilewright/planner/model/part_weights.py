@@ -264,7 +264,7 @@ class Weights:
         spread: Mapping[nn.Module, tuple[int, Fraction, int, int]] = MappingProxyType({}),
         coded: Collection[nn.Module] = (),
     ) -> "Weights":
-        """The weights of some modules, each counted once.
+        """The weights of some modules, a part of a model, each counted once.
 
         Args:
             modules: every level of the tree among them.
@@ -294,7 +294,7 @@ class Weights:
 
 
 def _tensors(module: nn.Module, storage: Mapping[nn.Parameter, str]) -> Iterator[tuple[Tensor, int]]:
-    """A module's own weights and the bytes of an element of each."""
+    """A part's own weights: a module's, and the bytes of an element of each."""
     for parameter in module.parameters(recurse=False):
         yield parameter, BYTES.get(storage.get(parameter, "fp32"), _WIDE)
     if isinstance(module, FrozenFloat8Linear):

@@ -49,7 +49,7 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def failures_of(every: str, checkpoint: str, stall: str, recover: str) -> Failures | None:
-    """The failures of `--fail-every` and its companions; None where nothing fails.
+    """Failures from the texts of the options `--fail-every` and its companions; None where nothing fails.
 
     Raises:
         ConfigError: no durations, or no time between failures or checkpoints.

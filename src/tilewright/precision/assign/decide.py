@@ -87,7 +87,7 @@ def _decide(site: ModuleSite, policy: Policy, kept: dict[nn.Parameter, str]) -> 
 
 
 def _possible(site: ModuleSite, decision: FormatDecision, policy: Policy, round_tf32: bool) -> FormatDecision:
-    """The decision as it can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
+    """Decide what can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
     if decision.to_integers and (lost := _why_not_integers(site, decision.compute)) is not None:
         reason = f"{decision.matmul.upper()}, not {decision.compute}: {lost} ({decision.reason})"
         decision = replace(decision, compute=decision.matmul, matmul="", reason=reason, fallback=True)

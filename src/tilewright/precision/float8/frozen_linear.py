@@ -109,11 +109,12 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
         return self.fprop.operands or TILES
 
     def tiled_weight(self) -> TiledTensor:
-        """Codes and scales, [M, K]."""
+        """Codes and scales of a frozen FP8 linear layer, [M, K]."""
         return from_stored(self.weight, self.weight_scale_inv)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Moves codes and scales with the model, but `model.bfloat16()` and the like leave their dtypes alone."""
+        """Moves a frozen FP8 linear layer's codes and scales with the model; `model.bfloat16()` leaves their dtypes
+        alone."""
         qdata, scale_inv = self.weight, self.weight_scale_inv
         super()._apply(fn, recurse)
         if self.weight.dtype != CODE_DTYPE:
@@ -123,7 +124,7 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        """nn.Linear's own text and the formats."""
+        """Text of a frozen FP8 linear layer: nn.Linear's own and the formats."""
         return f"{nn.Linear.extra_repr(self)}, frozen in fp8, fprop={self.fprop}, dgrad={self.dgrad}"
 
 

@@ -25,7 +25,7 @@ class QuantizingNorm:
     form: OperandFormat
 
     def __call__(self, x: Tensor, weight_D: Tensor, eps: float) -> WithCopies | Tensor:
-        """The norm of x [..., D], in x's dtype; without copies inside of a torch.func transform."""
+        """A fused norm of x [..., D], in x's dtype; without copies inside of a torch.func transform."""
         if in_func_transform():
             return self.kernels.rms_norm(x, weight_D, eps)
         return _with_copies(self.form, *_NormQuantize.apply(x, weight_D, eps, self.kernels, self.form))
@@ -39,14 +39,15 @@ class QuantizingSwiGLU:
     form: OperandFormat
 
     def __call__(self, gate: Tensor, up: Tensor) -> WithCopies | Tensor:
-        """gate and up [..., D] -> [..., D], in gate's dtype; without copies inside of a torch.func transform."""
+        """A fused SwiGLU: gate and up [..., D] -> [..., D], in gate's dtype; without copies inside of a torch.func
+        transform."""
         if in_func_transform():
             return self.kernels.swiglu(gate, up)
         return _with_copies(self.form, *_SwigluQuantize.apply(gate, up, self.kernels, self.form))
 
 
 def _with_copies(form: OperandFormat, y: Tensor, *copies: Any) -> WithCopies:
-    """The value, and both copies of the parts that `_parts` has taken them into."""
+    """A fused result with both copies of the parts that `_parts` has taken them into."""
     row, column = (TiledTensor(copies[at], copies[at + 1], form.tile, form.element, copies[at + 2]) for at in (0, 3))
     return WithCopies(y, row, column)
 

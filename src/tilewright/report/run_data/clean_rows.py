@@ -30,7 +30,7 @@ def number(value: object) -> float | None:
 
 
 def clean(value: Any) -> Any:
-    """A JSON value in which every number that `number` refuses is None; integers stay integers."""
+    """A clean JSON value in which every number that `number` refuses is None; integers stay integers."""
     if isinstance(value, dict):
         return {key: clean(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -43,7 +43,7 @@ def loss_span(run: RunData) -> LossSpan | None:
 
 
 def not_finite(run: RunData, name: str) -> int:
-    """Recorded rows of a run in which a metric was not finite."""
+    """Recorded rows of a run's numbers in which a metric was not finite."""
     return sum(1 for row in run.steps if name in row and row[name] is None)
 
 

@@ -25,7 +25,7 @@ def format_number(value: float) -> str:
 
 
 def format_tick(value: float) -> str:
-    """A number beside an axis as text of at most seven characters.
+    """A tick of an axis: a number as text of at most seven characters.
 
     Example:
         >>> [format_tick(x) for x in (0.5, 20_000, 1e8)]

@@ -143,7 +143,8 @@ def histogram(
     size: tuple[int, int] = (520, 240),
     log_x: bool = True,
 ) -> str:
-    """A histogram of positive values in equal bins of their logarithm (or of themselves), and a density to compare.
+    """A chart as histogram: of positive values in equal bins of their logarithm (or of themselves), and a density to
+    compare.
 
     `curve` is a density in the binned coordinate (the natural logarithm on a log axis) that integrates to 1.
     """

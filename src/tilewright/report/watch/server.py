@@ -137,7 +137,7 @@ class WatchHandler(BaseHTTPRequestHandler):
     wbufsize = -1  # head and body of an answer in one packet, or the second waits for the first one's acknowledgement
 
     def do_GET(self) -> None:
-        """Answer a request of the watching page for any of its addresses."""
+        """Answer a request to the watching server for any of the page's addresses."""
         if self._is_allowed():
             path, _, query = self.path.partition("?")
             self._answer(path, query)

@@ -320,7 +320,7 @@ def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = None) -> None:
-    """Read tensors of a checkpoint in place into `targets`, one at a time: the model is never held twice.
+    """Read tensors of a stored checkpoint in place into `targets`, one at a time: the model is never held twice.
 
     Args:
         path: the checkpoint's folder.

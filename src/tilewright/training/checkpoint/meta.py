@@ -28,7 +28,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Finished checkpoints of a folder, unverified, by their steps; none where it is not there."""
+    """Finished checkpoints of a folder by meta.json, unverified, by their steps; none where it is not there."""
     try:  # asked first, the folder could go away before it is listed
         found = [(step_of(path), path) for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

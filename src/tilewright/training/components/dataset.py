@@ -67,7 +67,7 @@ def streaming_of(recipe: Recipe) -> Streaming:
 
 
 def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Events about a run's data before it begins, as (kind, text, numbers): rows read and refused, and of
+    """Events about a run's dataset before it begins, as (kind, text, numbers): rows read and refused, and of
     conversations what they look like and what of them is trained."""
     summary = prepared.summary
     yield "data", account_line(summary), {"read": summary["read"], "refused": summary["refused"]}

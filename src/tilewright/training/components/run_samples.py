@@ -51,7 +51,7 @@ def stream_of(recipe: Recipe, prepared: Rows, *, rank: int, world: int, prefetch
 
 
 def step_size(recipe: Recipe) -> tuple[int, int]:
-    """Samples of a step and of a micro-batch: rows, pairs of them, or tokens of documents.
+    """Samples of a run's step and of a micro-batch: rows, pairs of them, or tokens of documents.
 
     Example:
         >>> from tilewright.core.config.recipe import DataSection, TrainSection
@@ -67,7 +67,8 @@ def step_size(recipe: Recipe) -> tuple[int, int]:
 
 
 def longest_document(recipe: Recipe) -> int | None:
-    """Tokens of the longest document where micro-batches are of documents behind each other, else None."""
+    """Tokens of the longest document among a run's samples, where micro-batches are of documents behind each other,
+    else None."""
     return recipe.data.seq_len if recipe.data.rows == "documents" else None
 
 

@@ -177,7 +177,7 @@ def _of_documents(recipe: Recipe, tokenizer: Tokenizer) -> tuple[tuple[int, ...]
 
 
 def surrounding(tokenizer: Tokenizer, recipe: Recipe) -> Tokenizer:
-    """The tokenizer of a run, which puts around a prompt what it has in the run's artefacts."""
+    """The tokenizer of a run's files, which puts around a prompt what it has in the run's artefacts."""
     if recipe.model.weights == "load":  # as it came with the weights
         return tokenizer
     begin, end = _of_documents(recipe, tokenizer)

@@ -394,6 +394,6 @@ class LayerMajorExecutor:
 
 
 def _with_gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of a layer group that have a gradient, and these."""
+    """The parameters of a layer-major group that have a gradient, and these."""
     params: list[Tensor] = [param for param in part.trained if param.grad is not None]
     return params, [param.grad for param in params if param.grad is not None]

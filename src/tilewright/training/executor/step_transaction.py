@@ -214,7 +214,7 @@ def first_line(error: BaseException) -> str:
 
 
 def partial_update(error: BaseException, why: str) -> PartialUpdateError:
-    """The error of a step that can be neither finished nor taken back."""
+    """The error of a step's transaction that can be neither finished nor taken back."""
     return PartialUpdateError(
         "Out of memory during the optimizer update; the retry failed",
         got=f"{first_line(error)}; {why}",

@@ -197,5 +197,5 @@ class PrecisionModes(StepHook):
             self.weights.refresh()
 
     def rows(self) -> list[dict[str, Any]]:
-        """The precision table of the present mode, for precision.json."""
+        """The precision table of the present mode, for the hook's precision.json."""
         return self.model.precision_report.rows.to_json()

@@ -47,8 +47,8 @@ def refused(plan: Plan, changes: Sequence[object]) -> FitError | UnknownFitError
 
 
 def nothing_fits(loaded: Loaded, site: Site, how: How = "least_change", *, same_numbers: bool = False) -> FitError:
-    """The error of a run that no plan makes fit: the smallest budget in which it is accepted, and what may be typed
-    too, each as the same command would plan it then.
+    """The error of a run that does not fit under any plan: the smallest budget in which it is accepted, and what may be
+    typed too, each as the same command would plan it then.
 
     Args:
         loaded: the run's settings.

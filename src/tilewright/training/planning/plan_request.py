@@ -115,7 +115,8 @@ def published_notes(name: str) -> tuple[str, ...]:
 
 
 def _share_of(machine: Machine, ranks: int) -> Machine:
-    """Each rank's share of a machine; of GPUs there are at most `GPUS` in one, and they share its host."""
+    """Each rank's share of the machine of a requested plan; of GPUs there are at most `GPUS` in one, and they share its
+    host."""
     return machine.shared_by(ranks if machine.device == "cpu" else min(ranks, GPUS))
 
 

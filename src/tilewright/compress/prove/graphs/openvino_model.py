@@ -36,7 +36,7 @@ class OpenVino(KeptTensors):
         return logits, kept
 
     def quantized(self) -> Mapping[str, int] | None:
-        """Layers of weights by the precision that OpenVINO chose for them."""
+        """Layers of the OpenVINO model with weights, by the precision that it chose for them."""
         facts = [op.get_rt_info() for op in self._model.get_runtime_model().get_ops()]
         layers = [fact for fact in facts if str(fact["layerType"].astype(str)) in ("FullyConnected", "MatMul")]
         return dict(Counter(str(fact["runtimePrecision"].astype(str)) for fact in layers))

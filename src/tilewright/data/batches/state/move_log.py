@@ -57,7 +57,7 @@ class MoveLog:
         self._path: Path | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row to the log of the stream.
+        """Append a row (a move of weights, say) to the log of the stream.
 
         Raises:
             DataError: the file cannot be written.
@@ -202,7 +202,7 @@ def _set_aside(path: Path) -> str | None:
 
 
 def other_log(path: Path, found: int, mark: Mark) -> DataError:
-    """The error where the hash of a stream's log is not that of the checkpoint."""
+    """The error of a stream's log of moves whose hash is not that of the checkpoint."""
     return DataError(
         "The log of the mixture is not the one of this checkpoint",
         got=f"{found} lines, whose first {mark[0]} have another hash",

@@ -47,7 +47,7 @@ def weights_key(weights: Mapping[str, float]) -> str:
 
 
 def stage_row(mixture: Mixture, stage: MixtureStage, step: int, why: str) -> Row:
-    """A mixture stage as a row of the stream's log."""
+    """A mixture stage in the stream's state as a row of its log."""
     by_domain = {
         "weights": dict(zip(mixture.domains, stage.weights, strict=True)),
         "before": dict(zip(mixture.domains, stage.before, strict=True)),
@@ -56,19 +56,19 @@ def stage_row(mixture: Mixture, stage: MixtureStage, step: int, why: str) -> Row
 
 
 def size_row(at: Position) -> Row:
-    """A size of steps as a row of the stream's log."""
+    """A size of steps in the stream's state as a row of its log."""
     return {"kind": "size", "step": at.step, "sample": at.sample, "size": at.size}
 
 
 def opening_rows(mixture: Mixture, at: Position) -> list[Row]:
-    """The first rows of a stream's log that begins at a position."""
+    """The first rows for a stream's state that begins at a position."""
     rows = [stage_row(mixture, stage, at.step, "") for stage in mixture.stages]
     rows += [{"kind": "skip", "samples": list(skip), "step": at.step, "why": ""} for skip in mixture.skips]
     return [*rows, size_row(at)]
 
 
 def read_rows(rows: Sequence[Row], of: Mixture, path: Path) -> tuple[Mixture, list[Position]]:
-    """Read mixture stages and sizes of steps from the rows of a stream's log.
+    """Read a stream's state, mixture stages and sizes of steps, from the rows of its log.
 
     Args:
         rows: of the log.

@@ -26,7 +26,7 @@ class TooLargeError(Exception):
 
 
 def notebook_document(text: str) -> dict[str, str]:
-    """The cells of a Jupyter notebook: Markdown as it is, code in fences, what it printed left out.
+    """A Jupyter notebook's cells: Markdown as it is, code in fences, what it printed left out.
 
     Example:
         >>> cells = [{"cell_type": "markdown", "source": ["# A\\n", "b"]}, {"cell_type": "code", "source": "x = 1"}]
@@ -59,7 +59,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def word_document(path: str, max_bytes: int) -> dict[str, str]:
-    """The paragraphs of a .docx, a line each; cells of a table have tabs between them. Deleted text is left out."""
+    """A Word document's paragraphs (.docx), a line each; cells of a table have tabs between them. Deleted text is left
+    out."""
     with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
         body = _xml(_member(archive, "word/document.xml", max_bytes))
@@ -102,7 +103,7 @@ def _walk(root: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 def book_chapters(path: str, max_bytes: int) -> Iterator[dict[str, Any]]:
-    """The chapters of an EPUB in the order of its spine, each as {"chapter", "title", "text"}."""
+    """A book's chapters, of an EPUB, in the order of its spine, each as {"chapter", "title", "text"}."""
     with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
         if "META-INF/encryption.xml" in names and b"EncryptedData" in _member(

@@ -136,7 +136,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def sketches_of(hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """MinHash sketches, uint32 [documents, permutations], of what `shingle_hashes` gives."""
+    """MinHash sketches, uint32 [documents, permutations], of shingles that `shingle_hashes` gives."""
     rows = np.append(0, np.cumsum(counts)).astype(np.uint64)
     library: Any = rensa  # compiled, without annotations
     matrix = library.RMinHash.digest_matrix_from_flat_token_hashes(hashes, rows, PERMUTATIONS, _SEED)

@@ -176,7 +176,7 @@ def check_order(order: Sequence[int], num_experts: int, layers: int, ep: int, re
 
 
 def check_experts(num_experts: int, ep: int, redundant: int = 0) -> None:
-    """Check what a number of experts needs.
+    """Check what a number of experts needs to be spread over ranks.
 
     Raises:
         ConfigError: there are none, or they do not come out even, or other processes have fewer than `redundant`.

@@ -78,7 +78,7 @@ class TensorRanks:
         return moved(x, _same, self._sum)
 
     def joined(self, x: Tensor) -> Tensor:
-        """The sum of x [...] over the tensor-parallel ranks, in its dtype."""
+        """Collective of tensor-parallel ranks: the sum of x [...] over them, in its dtype."""
         return moved(x, self._sum, _same)
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ class TensorRanks:
         return moved(x_nD, functools.partial(self._all, num_rows=num_rows), self._own)
 
     def most(self, x: Tensor) -> Tensor:
-        """The largest value over the tensor-parallel ranks, without a gradient."""
+        """Collective of tensor-parallel ranks: the largest value over them, without a gradient."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the tensor-parallel ranks, without a gradient."""
+        """Collective of tensor-parallel ranks: the sum over them, without a gradient."""
         return self._sum(x)
 
     def stacked(self, x: Tensor) -> Tensor:

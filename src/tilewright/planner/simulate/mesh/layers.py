@@ -6,7 +6,7 @@ from tilewright.planner.simulate.mesh.setting_step import MeshCosts
 
 
 def spread_layers(costs: MeshCosts) -> tuple[int, ...]:
-    """Layers of each stage such that the slowest rank is as fast as it can be (`balance.resplit`).
+    """Layers of each stage of a mesh such that the slowest rank is as fast as it can be (`balance.resplit`).
 
     Args:
         costs: of the setting; which layers its stages have does not matter.

@@ -216,7 +216,7 @@ class MeshCosts:
 
     @cached_property
     def key(self) -> PassKey:
-        """The key of the setting's passes."""
+        """The key of the passes in a setting's step."""
         one = self.setting
         return PassKey(one.rows, one.activations, self.shape_key)
 
