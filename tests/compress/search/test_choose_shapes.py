@@ -7,7 +7,7 @@ import pytest
 
 from tilewright.compress.search.choose_shapes import Option, best_shapes, nearest_shape, uniform_shapes, within
 from tilewright.compress.search.library.layer_parts import PartPlace
-from tilewright.compress.search.settings import MEASURES, LayerSearchSettings
+from tilewright.compress.search.search_settings import MEASURES, LayerSearchSettings
 from tilewright.core.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from tilewright.compress.search.library.train_replacements import (
     save_part,
     train_library,
 )
-from tilewright.compress.search.settings import KINDS
+from tilewright.compress.search.search_settings import KINDS
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder

@@ -8,7 +8,7 @@ from tests.training.tiny import tiny, write_text
 from tilewright.cli.app import run as cli
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.search.search_run import LayerSearch
-from tilewright.compress.search.settings import LayerSearchSettings
+from tilewright.compress.search.search_settings import LayerSearchSettings
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.models.decoder.config import DecoderConfig

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.models.shapes import MIXED, SHAPES, make_decoder
-from tilewright.compress.budget.timing import Seconds, measure
+from tilewright.compress.budget.call_seconds import Seconds, measure
 from tilewright.compress.search.library.layer_parts import PartPlace, places
 from tilewright.compress.search.library.replacement_choices import choices_at
-from tilewright.compress.search.settings import KINDS, MEASURES
-from tilewright.compress.search.table.costs import costs_of, measured_costs, rest_of, shape_key
+from tilewright.compress.search.search_settings import KINDS, MEASURES
+from tilewright.compress.search.table.choice_costs import costs_of, measured_costs, rest_of, shape_key
 from tilewright.compress.search.table.latency import Latency, model_latency, part_latency
 
 

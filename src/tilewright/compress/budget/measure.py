@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compress.budget.timing import machine_clock
+from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.core.errors import NumericsError
 from tilewright.data.batches.microbatches import sums_by_row
 from tilewright.models.base.eval_mode import evaluation

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tilewright.compress.search.library.layer_parts import PartPlace
 from tilewright.compress.search.library.replacement_choices import NONE, OWN
-from tilewright.compress.search.table.costs import Costs
+from tilewright.compress.search.table.choice_costs import Costs
 from tilewright.core.mip import Column, LinearRow, minimise
 
 

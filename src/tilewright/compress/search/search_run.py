@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.compress.budget.compress_record import Record, asked_of, record_of, write_record
 from tilewright.compress.budget.measure import Batches, RowLosses, Say, row_losses_of
 from tilewright.compress.budget.stage_runs import OpenRun
-from tilewright.compress.budget.timing import machine_clock
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.stored_codes import calibration
 from tilewright.compress.export_run import check_finite
@@ -32,8 +32,8 @@ from tilewright.compress.search.library.replacement_scores import score_choices
 from tilewright.compress.search.library.train_replacements import TrainedPart, key_of, train_library
 from tilewright.compress.search.recipe_file import recipe_text
 from tilewright.compress.search.search_seconds import SearchWork, stage_seconds
-from tilewright.compress.search.settings import IN_WORDS, LayerSearchSettings
-from tilewright.compress.search.table.costs import Costs, costs_of, measured_costs, rest_of, shape_key
+from tilewright.compress.search.search_settings import IN_WORDS, LayerSearchSettings
+from tilewright.compress.search.table.choice_costs import Costs, costs_of, measured_costs, rest_of, shape_key
 from tilewright.compress.search.table.latency import Latency, model_latency, part_latency
 from tilewright.compress.search.trained_shape import ShapeTrainer, shape_name
 from tilewright.core.atomic_io import write_whole

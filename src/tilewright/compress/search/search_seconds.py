@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tilewright.compress.search.library.layer_parts import PartPlace, config_of
 from tilewright.compress.search.library.replacement_choices import PartChoice
-from tilewright.compress.search.settings import LayerSearchSettings
+from tilewright.compress.search.search_settings import LayerSearchSettings
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
 

@@ -54,7 +54,7 @@ def search(ctx: click.Context, run: str, out: Path | None, dry_run: bool, as_jso
     the run as their teacher. The same command continues where it was stopped. Exits with 3 where no shape is within the
     limits.
     """
-    from tilewright.compress.search.settings import LayerSearchSettings
+    from tilewright.compress.search.search_settings import LayerSearchSettings
 
     asked["uniform"] = not asked.pop("no_uniform")
     settings = LayerSearchSettings.of(asked.pop("limits"), asked.pop("kinds"), **asked)

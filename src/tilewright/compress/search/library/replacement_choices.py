@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilewright.compress.search.library.layer_parts import PartPlace, alone
-from tilewright.compress.search.settings import Kind
+from tilewright.compress.search.search_settings import Kind
 from tilewright.models.decoder.config import DecoderConfig, LayerShape
 
 OWN = "own"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilewright.compress.budget.timing import Clock, Seconds, measure
+from tilewright.compress.budget.call_seconds import Clock, Seconds, measure
 from tilewright.compress.search.library.layer_parts import new_part
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.block import Block

@@ -7,13 +7,13 @@ from typing import Any
 from tilewright.compress.budget.measure import parameters
 from tilewright.compress.search.library.layer_parts import PartPlace, config_of
 from tilewright.compress.search.library.replacement_choices import PartChoice
-from tilewright.compress.search.settings import MEASURES
+from tilewright.compress.search.search_settings import MEASURES
 from tilewright.compress.search.table.latency import Latency
 from tilewright.models.decoder.config import DecoderConfig, LayerShape
 from tilewright.models.decoder.flops import count_flops, layer_parameters
 
 Costs = Mapping[str, float]
-"""By measure, see `settings.MEASURES`."""
+"""By measure, see `search_settings.MEASURES`."""
 NOTHING: Costs = dict.fromkeys(MEASURES, 0.0)
 _OF_FFN = ("ffn_dim", "expert_dim", "shared_dim")
 
