@@ -44,8 +44,7 @@ def called_by_functions(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def recorded_as(what: str, kind: type[nn.Module]) -> bool:
-    """By a class's code: true if transformers records what a class of modules returns, by the tables of the models in
-    its source file.
+    """True if transformers records what a class of modules returns, by the tables in the code of its source file.
 
     Args:
         what: an entry of these tables, such as "router_logits".
