@@ -7,7 +7,7 @@ percentage points of held-out images, of all of them, with the standard error of
 each split; the same command continues in its folder.
 
 python -m benchmarks.compress.prune_images --work FOLDER [--teacher-steps 300] [--steps 200] [--splits 5]
-    [--fonts FOLDER [--glyph-steps 1200] [--glyph-batch 32]]
+    [--fonts FOLDER [--glyph-steps 1200] [--glyph-recovery 1200] [--glyph-batch 32]]
 """
 
 import argparse
@@ -105,7 +105,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Study]]:
         folder = args.work / "glyphs"
         if not (images := folder / "images").is_dir():
             glyphs(images, args.fonts, 0)
-        yield "glyphs", studied(folder, images, len(GLYPHS), args.glyph_steps, args.steps, 0, args.glyph_batch)
+        yield "glyphs", studied(folder, images, len(GLYPHS), args.glyph_steps, args.glyph_recovery, 0, args.glyph_batch)
 
 
 def main() -> None:
@@ -117,10 +117,11 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--fonts", type=Path, help="folder of matplotlib's .ttf files; without it no glyphs")
     parser.add_argument("--glyph-steps", type=int, default=1200, help="of the run on glyphs")
+    parser.add_argument("--glyph-recovery", type=int, default=1200, help="steps of recovery and of controls, on glyphs")
     parser.add_argument("--glyph-batch", type=int, default=BATCH, help="images of a step of it, and of what follows it")
     args = parser.parse_args()
     facts = {"teacher_steps": args.teacher_steps, "steps": args.steps, "share": SHARE, "net": NET, "size": SIZE}
-    facts |= {"glyph_steps": args.glyph_steps, "glyph_batch": args.glyph_batch}
+    facts |= {"glyph_steps": args.glyph_steps, "glyph_batch": args.glyph_batch, "glyph_recovery": args.glyph_recovery}
     found: dict[str, Any] = {}
     for name, study in cases(args):
         found[name] = {"teacher": study.case("teacher", study.facts)} | study.case(
