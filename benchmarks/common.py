@@ -134,7 +134,7 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     """A step as `training.run.Run` takes it where it watches every one, free blocks returned every ten steps.
 
     Args:
-        re-plan: watches the executor, see `training.hooks.replan.AdaptiveReplanner`.
+        re-plan: watches the executor, see `training.hooks.adaptive_replanner.AdaptiveReplanner`.
         number: of the step, counted from 1.
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.

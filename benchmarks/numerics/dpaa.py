@@ -20,7 +20,7 @@ from benchmarks.kept_rows import KeptRows
 from benchmarks.numerics.outliers import plant_everywhere
 from tilewright.core.config.load import load_recipe
 from tilewright.data.batches.microbatches import count_targets
-from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.precision_controller import PrecisionController
 from tilewright.training.assemble import Components, build, prepare_data, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
 from tilewright.training.hooks.precision_hook import PrecisionHook

@@ -9,7 +9,7 @@ from tests.cli.test_train import arguments
 from tests.contracts.observe import fixed_ceilings, write_texts
 from tilewright.cli.app import run
 from tilewright.core.log import wrap_text
-from tilewright.training.runlog.progress import step_line
+from tilewright.training.runlog.train_progress import step_line
 
 WIDTHS = (40, 80, 200)
 RUN = ("inspect", "runs/probe")

@@ -83,9 +83,9 @@ def test_no_file_runs_what_it_reads():
 
 def test_only_the_index_names_the_readers_that_unpickle():
     users = {path.name for path in SOURCE.rglob("*.py") if any(f in path.read_text(encoding="utf-8") for f in FILES)}
-    assert users == {"index.py"}
+    assert users == {"tensor_index.py"}
     loads = {path.name for path in SOURCE.rglob("*.py") if "dcp.load(" in path.read_text(encoding="utf-8")}
-    assert loads == {"store.py"}  # which gives it both
+    assert loads == {"checkpoint_store.py"}  # which gives it both
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.hooks.replan import AdaptiveReplanner
-from tilewright.training.planning.describe import words
+from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
+from tilewright.training.planning.describe_memory_plan import words
 
 pytestmark = ON_A_GPU
 SHAPE = DecoderConfig.of(vocab_size=512, dim=512, num_heads=8, num_layers=8, ffn_dim=1536)

@@ -10,7 +10,7 @@ from tilewright.models.build import layered
 from tilewright.models.distill import loss as distill
 from tilewright.models.distill.hidden import VALUES, HiddenLoss, Pair, of_batch
 from tilewright.models.hf.model import HFModel
-from tilewright.models.teacher import stream_width
+from tilewright.models.teacher_folder import stream_width
 
 WORDS, WIDTH, THEIRS, LAYERS = 50, 16, 8, 3
 PAIRS = [Pair("hidden", 0, 4), Pair("hidden", 2, 1), Pair("attention", 2, 0), Pair("attention", 1, 3)]

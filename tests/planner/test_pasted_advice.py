@@ -21,7 +21,7 @@ from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.units import parse_bytes
 from tilewright.planner.advice.changes import candidates, cheapest_changes, idle_memory
-from tilewright.planner.advice.describe import no_plan
+from tilewright.planner.advice.describe_plan import no_plan
 from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Budget

@@ -13,7 +13,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.mip import OutOfTime
 from tilewright.planner.advice.changes import cheapest_changes
-from tilewright.planner.advice.describe import timeline, why
+from tilewright.planner.advice.describe_plan import timeline, why
 from tilewright.planner.advice.sweep import largest
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links, choices
 from tilewright.planner.cost.layer_cost import layer_cost, layer_operations

@@ -12,9 +12,9 @@ from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.build import build_model
 from tilewright.models.distill import loss as distill
 from tilewright.models.distill.kept_tokens import handed_on_bytes, keeping
-from tilewright.models.teacher import note_rows, stream_of
+from tilewright.models.teacher_folder import note_rows, stream_of
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.cost import teacher as costs
+from tilewright.planner.cost import teacher_cost as costs
 from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.model.model_shape import ModelShape, TeacherShape
 from tilewright.planner.plan import Budget

@@ -14,7 +14,7 @@ from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import fp8_format
 from tilewright.precision.controller.layer_statistics import COMPARED, TENSORS, LayerStats
 from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, picked_rows
-from tilewright.precision.controller.runtime import sites_of
+from tilewright.precision.controller.precision_controller import sites_of
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.linear import float8_layers
 from tilewright.precision.lora.lora import add_lora

@@ -24,7 +24,7 @@ from tilewright.precision.search.gradient_error import Compared, GradientChange,
 from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import LossModel, loss_slope, parse_budget, shrink_to_mean
 from tilewright.precision.search.policy_file import PolicyFile, fold
-from tilewright.precision.search.search import SearchSpace, baselines, curve, fastest
+from tilewright.precision.search.policy_search import SearchSpace, baselines, curve, fastest
 from tilewright.precision.search.sensitivity import (
     BASE,
     FormatSwitch,

@@ -16,7 +16,7 @@ from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.serving.api.tools import CallParser
+from tilewright.serving.api.tool_calls import CallParser
 from tilewright.serving.app import Limits
 from tilewright.serving.grammar import Grammars
 from tilewright.serving.next_token import AnswerSettings

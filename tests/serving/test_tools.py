@@ -16,7 +16,7 @@ from tests.serving.streams import events
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.tools import TemplateArguments
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.serving.api.tools import TOKENS, CallParser, format_of
+from tilewright.serving.api.tool_calls import TOKENS, CallParser, format_of
 
 CHAT = "/v1/chat/completions"
 NAMES = ("weather", "f")

@@ -16,7 +16,7 @@ from tilewright.data.common.progress import ProgressBar
 from tilewright.training import run, session
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.run import Run
-from tilewright.training.runlog import progress, recorder
+from tilewright.training.runlog import recorder, train_progress
 from tilewright.training.session import train
 
 EVERY_S = 0.3
@@ -158,5 +158,5 @@ def test_on_a_terminal_the_live_line_is_enough(monkeypatch):
             return True
 
     monkeypatch.setattr(sys, "stdout", Terminal())
-    with progress.open_pulse() as pulse:
+    with train_progress.open_pulse() as pulse:
         assert pulse._thread is None

@@ -17,9 +17,9 @@ from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.data.batches.microbatches import row_length
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.step_transaction import PartialUpdateError, partial_update, run_with_retries
+from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
 from tilewright.training.hooks.base import Step
-from tilewright.training.hooks.replan import AdaptiveReplanner
-from tilewright.training.planning.describe import tighter, words
+from tilewright.training.planning.describe_memory_plan import tighter, words
 
 LAYERS = 4
 KEPT = {"keep": 100.0, "selective": 60.0, "attention": 30.0, "recompute": 20.0}

@@ -18,7 +18,7 @@ from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
 from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.hooks.replan import AdaptiveReplanner
+from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
 
 LR = 1e-3
 NUM_LAYERS = 2

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tilewright.core.errors import ConfigError
 from tilewright.training.executor.evaluate import DomainLoss
-from tilewright.training.runlog.progress import step_line
 from tilewright.training.runlog.record_files import JsonLines, RunLog
 from tilewright.training.runlog.recorder import MetricsLogger, open_sinks, scalars_of
 from tilewright.training.runlog.run_folder import RunFolder, move_away
+from tilewright.training.runlog.train_progress import step_line
 
 
 def _rows(path):

@@ -10,7 +10,7 @@ from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.models.distill import loss as distill
 from tilewright.models.distill.top_k import top_k_of
-from tilewright.models.teacher import all_rows_are_kept
+from tilewright.models.teacher_folder import all_rows_are_kept
 from tilewright.ops.kernels import Kernels
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.teacher import Teacher

@@ -20,7 +20,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
-from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.precision_controller import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights

@@ -5,7 +5,7 @@ from typing import Any
 
 from tilewright.cli.common import echo, show_table
 from tilewright.core.units import format_bytes, format_count, format_seconds, ranges
-from tilewright.planner.advice.describe import kept_in_words
+from tilewright.planner.advice.describe_plan import kept_in_words
 from tilewright.planner.advice.energy import PlannedEnergy, planned_energy
 from tilewright.planner.cost.plan_rows import places
 from tilewright.planner.plan import Plan

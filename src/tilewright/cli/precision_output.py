@@ -18,7 +18,7 @@ from tilewright.precision.search.gemm_time import TIMES
 from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import percent, standard_error
 from tilewright.precision.search.policy_file import PolicyFile
-from tilewright.precision.search.search import PolicyCandidate, speed_up
+from tilewright.precision.search.policy_search import PolicyCandidate, speed_up
 from tilewright.precision.search.sensitivity import FormatSwitch
 from tilewright.training.precision_search import SearchResult, Weights
 

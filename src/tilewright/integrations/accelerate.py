@@ -17,7 +17,7 @@ from tilewright.precision.convert import convert
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.mixed.copies import storage_refused
 from tilewright.precision.policy.policy import Policy, as_policy
-from tilewright.precision.policy.report import ConversionReport
+from tilewright.precision.policy.precision_report import ConversionReport
 from tilewright.precision.snapshot import ModuleSnapshot
 
 if TYPE_CHECKING:

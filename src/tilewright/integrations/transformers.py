@@ -15,12 +15,12 @@ from tilewright.core.errors import ConfigError
 from tilewright.integrations.accelerate import AcceleratorScaler, convert_for
 from tilewright.integrations.transformers_control import ControllerCallback
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.precision_controller import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy, as_policy
-from tilewright.precision.policy.report import ConversionReport
+from tilewright.precision.policy.precision_report import ConversionReport
 from tilewright.precision.policy.schedule import ModeSchedule
 
 

@@ -43,7 +43,7 @@ from tilewright.planner.cost.step_phases import (
     phases,
     rollback_bytes,
 )
-from tilewright.planner.cost.teacher import head_parts_s, teacher_s
+from tilewright.planner.cost.teacher_cost import head_parts_s, teacher_s
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.model.layer_classes import ShapeFinder

@@ -43,7 +43,7 @@ from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients
 from tilewright.precision.mixed.derived import parametrizations
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
-from tilewright.precision.policy.report import ConversionReport, Table
+from tilewright.precision.policy.precision_report import ConversionReport, Table
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _log = logging.getLogger(__name__)

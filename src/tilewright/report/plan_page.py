@@ -6,7 +6,7 @@ Made of the same charts and style sheet as the report of a run; opens offline.
 from collections.abc import Sequence
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.planner.advice.describe import timeline
+from tilewright.planner.advice.describe_plan import timeline
 from tilewright.planner.plan import Plan
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard

@@ -22,14 +22,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tilewright.core.web_origin import own_names, why_not
+from tilewright.serving.api.client_objects import Shape
 from tilewright.serving.api.errors import ApiError
 from tilewright.serving.api.logprobs import TokenTexts
 from tilewright.serving.api.prompts import Prompt, chat_prompt, refused_as_400, text_prompts
 from tilewright.serving.api.reply import CLOSED, Reply, ReplyPart
-from tilewright.serving.api.reply_objects import Shape
 from tilewright.serving.api.requests import ApiRequest, ChatRequest, TextRequest, parse
 from tilewright.serving.api.thoughts import THOUGHT_MARKS, ThoughtParser
-from tilewright.serving.api.tools import TOKENS, CallParser
+from tilewright.serving.api.tool_calls import TOKENS, CallParser
 from tilewright.serving.grammar import Grammars
 from tilewright.serving.next_token import AnswerSettings
 from tilewright.serving.session import Session

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.serving.api.logprobs import TokenTexts
-from tilewright.serving.api.tools import Kind
+from tilewright.serving.api.tool_calls import Kind
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line: a model that may write white space may do so for ever."""

@@ -17,7 +17,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.models.continued_rows import RowBatch
 from tilewright.serving.answer import AnswerStream
-from tilewright.serving.messages import check_messages, check_text
+from tilewright.serving.check_messages import check_messages, check_text
 from tilewright.serving.next_token import AnswerSettings, Constraint
 from tilewright.serving.token_text import TextStream, ThoughtGate, keeping
 

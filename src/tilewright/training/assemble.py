@@ -44,12 +44,12 @@ from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
 from tilewright.planner.site import Site
-from tilewright.precision.controller.runtime import sites_of
+from tilewright.precision.controller.precision_controller import sites_of
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
-from tilewright.precision.policy.report import ConversionReport
+from tilewright.precision.policy.precision_report import ConversionReport
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.checkpoint_state import TrainState
 from tilewright.training.checkpoint.generators import draw_apart, seed_all

@@ -21,10 +21,10 @@ from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.hooks.base import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
 from tilewright.training.planning.rank_watch import watched
-from tilewright.training.runlog.progress import TrainProgress
 from tilewright.training.runlog.record_files import RunLog
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
+from tilewright.training.runlog.train_progress import TrainProgress
 
 NUM_STEPS = 2
 COUNTED = ("parameters", "optimizer", "gradients", "buffers")

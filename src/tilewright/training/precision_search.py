@@ -27,7 +27,7 @@ from tilewright.precision.policy.policy import Policy
 from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
 from tilewright.precision.search.layer_stats import SearchUnit, group_layers
 from tilewright.precision.search.loss_model import LossModel, Prediction, Product, loss_slope
-from tilewright.precision.search.search import PolicyCandidate, SearchSpace, baselines, curve, fastest
+from tilewright.precision.search.policy_search import PolicyCandidate, SearchSpace, baselines, curve, fastest
 from tilewright.precision.search.sensitivity import Sensitivity, measure, measure_policy, measuring_policy, num_passes
 from tilewright.training.assemble import Components, RunContext, build, set_up
 

@@ -33,9 +33,9 @@ from tilewright.training.executor.step_transaction import (
     UnrecoverableStepError,
     run_with_retries,
 )
+from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
 from tilewright.training.hooks.base import Step, StepHook, by_name, calls, restart_if_asked
 from tilewright.training.hooks.rank_agreement import Agreement
-from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.hooks.replan_setup import cheapest_fixes
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.pace import told_before

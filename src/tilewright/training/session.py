@@ -58,11 +58,11 @@ from tilewright.training.planning.resolve import load_run_plan, write_plan
 from tilewright.training.planning.trial import time_steps
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
-from tilewright.training.runlog.progress import TrainProgress, open_progress, open_pulse
 from tilewright.training.runlog.record_files import RunLog
 from tilewright.training.runlog.recorder import MetricsLogger, open_sinks
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.signals import StopRequest
+from tilewright.training.runlog.train_progress import TrainProgress, open_progress, open_pulse
 
 
 def train(

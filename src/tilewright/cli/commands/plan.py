@@ -188,7 +188,7 @@ def _other(site: "Site", request: "PlanRequest", found: "Plan", compare: str, ty
 
 
 def _why(loaded: "Loaded", site: "Site", found: "Plan", text: str) -> list[str]:
-    from tilewright.planner.advice.describe import why
+    from tilewright.planner.advice.describe_plan import why
     from tilewright.planner.decide import free_planner
 
     match = re.fullmatch(r"(?:layers?\.)?(\d+)", text)

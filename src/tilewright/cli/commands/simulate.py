@@ -136,7 +136,7 @@ def simulate(ctx: click.Context, ladder: bool, html: str, as_json: bool, **optio
     else:
         _show(rungs)
         if failures is not None:
-            from tilewright.planner.simulate.describe import failures_words
+            from tilewright.planner.simulate.describe_steps import failures_words
 
             echo()
             echo(failures_words(failures))
@@ -224,7 +224,7 @@ def _one(options: dict[str, Any], given: set[str]) -> "Rung":
 
 def _show(rungs: "list[Rung]") -> None:
     from tilewright.core.units import format_share
-    from tilewright.planner.simulate.describe import (
+    from tilewright.planner.simulate.describe_steps import (
         LADDER_COLUMNS,
         causes_row,
         critical_words,

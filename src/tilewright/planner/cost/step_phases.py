@@ -14,7 +14,7 @@ from tilewright.ops.backends.native.loss import chunk_rows
 from tilewright.planner.cost.layer_choices import GlobalConfig, state_bytes, update_bytes
 from tilewright.planner.cost.rank_share import Gathered
 from tilewright.planner.cost.solve_layers import Phase, Transient
-from tilewright.planner.cost.teacher import forward_bytes, held_bytes, loss_bytes
+from tilewright.planner.cost.teacher_cost import forward_bytes, held_bytes, loss_bytes
 from tilewright.planner.machine.process_bytes import CUDA_RESERVE_BYTES, chunk_bytes, evaluated_loss_bytes
 from tilewright.planner.model.model_shape import LayerClass, ModelShape
 

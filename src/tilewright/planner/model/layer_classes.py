@@ -16,7 +16,7 @@ from tilewright.core.hardware import Machine
 from tilewright.core.units import format_bytes
 from tilewright.models.distill.hidden import pairs_of
 from tilewright.models.distill.kept_tokens import handed_on_bytes
-from tilewright.models.teacher import TeacherFolder, all_rows_are_kept, find_teacher
+from tilewright.models.teacher_folder import TeacherFolder, all_rows_are_kept, find_teacher
 from tilewright.planner.model.decoder_shape import decoder_shape
 from tilewright.planner.model.hf_shape import foreign_shape, trace_twice
 from tilewright.planner.model.model_shape import ModelShape, TeacherShape

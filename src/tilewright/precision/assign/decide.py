@@ -23,7 +23,7 @@ from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 from tilewright.precision.mixed.autocast import FUNCTIONS
 from tilewright.precision.policy.gemm_formats import FORMATS, why_emulated
 from tilewright.precision.policy.policy import FUNCTION_OPS, KIND_OPS, FormatDecision, Policy
-from tilewright.precision.policy.report import ConversionReport, ModuleRow, Table, fallbacks, worst
+from tilewright.precision.policy.precision_report import ConversionReport, ModuleRow, Table, fallbacks, worst
 from tilewright.precision.policy.rules import KINDS, kinds_of
 
 _Decided = tuple[ModuleSite, FormatDecision]

@@ -3,8 +3,8 @@
     step -> observe (loss, gradient norm): apply | redo -> observe_again: apply | skip
     sample -> judge (evidence): moves one level up or down
 
-It is deterministic: the same observations give the same moves, on each rank and after a resume. `runtime` carries the
-moves out on a model and takes the samples. Read `Controller.judge` first.
+It is deterministic: the same observations give the same moves, on each rank and after a resume. `precision_controller`
+carries the moves out on a model and takes the samples. Read `Controller.judge` first.
 """
 
 from collections.abc import Mapping, Sequence

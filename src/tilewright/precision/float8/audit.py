@@ -27,7 +27,7 @@ from tilewright.precision.policy.gemm_formats import (
     of_text,
     why_emulated,
 )
-from tilewright.precision.policy.report import ConversionReport, ModuleRow
+from tilewright.precision.policy.precision_report import ConversionReport, ModuleRow
 
 Counts = dict[str, dict[str, dict[str, int]]]
 """Layer -> matmul -> format -> calls."""

@@ -50,7 +50,7 @@ from tilewright.precision.lora.modules_to_save import (
     unfreeze,
 )
 from tilewright.precision.lora.uncalled_layers import never_called
-from tilewright.precision.policy.report import ConversionReport
+from tilewright.precision.policy.precision_report import ConversionReport
 
 _log = logging.getLogger(__name__)
 

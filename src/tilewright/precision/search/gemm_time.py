@@ -3,7 +3,7 @@
 Measured on this machine, or estimated for an H200 from `gemms`' rates, which is an estimate and is called so wherever
 it is shown. Quantisation is kept apart from the matmuls, because several matmuls share it: an input is read and
 written row by row once for all layers that read it, and its column-wise copy is made along with it. Called by
-`training.precision_search`; the solver in `search` adds up.
+`training.precision_search`; the solver in `policy_search` adds up.
 
 Legend: N tokens of a micro-batch  K input features  M output features.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tilewright.precision.search.gemm_time import TIMES
-from tilewright.precision.search.search import PolicyCandidate
+from tilewright.precision.search.policy_search import PolicyCandidate
 from tilewright.report.svg.charts import Series, line_chart, standalone
 from tilewright.training.precision_search import SearchResult
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from tilewright.core.units import format_seconds, format_share
-from tilewright.planner.simulate.describe import (
+from tilewright.planner.simulate.describe_steps import (
     ABOUT,
     LADDER_COLUMNS,
     causes_row,

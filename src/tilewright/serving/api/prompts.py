@@ -6,11 +6,11 @@ from typing import Any
 
 from tilewright.core.errors import TilewrightError
 from tilewright.data.chat.tools import TemplateArguments
+from tilewright.serving.api.client_messages import NamedTool
 from tilewright.serving.api.errors import ApiError
-from tilewright.serving.api.messages import NamedTool
 from tilewright.serving.api.requests import ChatRequest, TextRequest
 from tilewright.serving.api.thoughts import THOUGHT_MARKS, begins_inside, thinks
-from tilewright.serving.api.tools import ENFORCED, Kind, format_of
+from tilewright.serving.api.tool_calls import ENFORCED, Kind, format_of
 from tilewright.serving.grammar import Grammars
 from tilewright.serving.next_token import Constraint
 from tilewright.serving.session import PromptTooLongError, Session

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tilewright.serving.answer import AnswerPiece, AnswerStream
+from tilewright.serving.api.client_objects import Shape, Told, event
 from tilewright.serving.api.errors import ApiError
-from tilewright.serving.api.reply_objects import Shape, Told, event
 from tilewright.serving.api.thoughts import ThoughtParser
-from tilewright.serving.api.tools import CallParser, FunctionCall, Said
+from tilewright.serving.api.tool_calls import CallParser, FunctionCall, Said
 from tilewright.serving.grammar import GrammarError
 from tilewright.serving.next_token import Drawn
 from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedError, Worker

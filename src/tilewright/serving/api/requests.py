@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, ValidationError, model_validator
 
 from tilewright.models.sampling import Sampling
+from tilewright.serving.api.client_messages import ChatMessage, NamedTool, Strict, Tool
 from tilewright.serving.api.errors import ApiError
-from tilewright.serving.api.messages import ChatMessage, NamedTool, Strict, Tool
 
 ACCEPTED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",

@@ -40,7 +40,7 @@ from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
 from tilewright.models.distill.hidden import HiddenLoss, Pair, Target, pairs_of, with_projections
 from tilewright.models.folder.resolve import find_model, is_hub_name, is_pinned, local_folder, split_name
 from tilewright.models.hf.model import HFModel
-from tilewright.models.teacher import find_teacher, stream_width
+from tilewright.models.teacher_folder import find_teacher, stream_width
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.world import World
 from tilewright.precision.lora.lazy_load import can_fill, fill_adapted

@@ -30,7 +30,7 @@ from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, random_values, stored_values
 from tilewright.models.distill import loss as distill
 from tilewright.models.distill.hidden import VALUES, Target, captured, check_stream, pairs_of
-from tilewright.models.teacher import TeacherFolder, find_teacher, stream_of, stream_width
+from tilewright.models.teacher_folder import TeacherFolder, find_teacher, stream_of, stream_width
 from tilewright.ops.linear import machines_linear
 from tilewright.parallel.agree import any_of, gather, sum_over
 from tilewright.parallel.fill_shards import fill_from_meta

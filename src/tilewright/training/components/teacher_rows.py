@@ -26,7 +26,7 @@ from tilewright.core.errors import ConfigError, DataError, FitError
 from tilewright.core.json_text import to_json
 from tilewright.core.units import format_bytes
 from tilewright.models.distill.kept_tokens import bytes_per_position, decode, encode, keeping
-from tilewright.models.teacher import note_rows
+from tilewright.models.teacher_folder import note_rows
 
 FILE = "teacher.json"
 _HEAD = struct.Struct("<16sQI")

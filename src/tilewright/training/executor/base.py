@@ -24,7 +24,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.world import World
-from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.precision_controller import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.step_transaction import Stateful, StepTransaction

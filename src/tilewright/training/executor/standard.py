@@ -39,7 +39,7 @@ from tilewright.parallel.gradients import GradientReduction, check_as_many
 from tilewright.parallel.pipeline.microbatch_plan import StepPlan
 from tilewright.parallel.shard import in_parts
 from tilewright.parallel.world import World
-from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.precision_controller import PrecisionController
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy

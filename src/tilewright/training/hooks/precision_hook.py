@@ -1,7 +1,8 @@
 """Work around each step for its precision: the mode that the step belongs to; for the precision controller
 formats, samples, the learning rate, the record.
 
-`precision.convert` and `precision.controller.runtime` do the work; here they meet batches of a run and its files.
+`precision.convert` and `precision.controller.precision_controller` do the work; here they meet batches of a run and its
+files.
 """
 
 import math
@@ -18,12 +19,12 @@ from tilewright.data.batches.microbatches import Batch, count_targets, first_row
 from tilewright.models.base.protocols import Model, TrainableModel
 from tilewright.parallel.parallelize import backward_of
 from tilewright.precision.controller.groups import GemmSite, Move
-from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.precision_controller import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.policy import Policy
-from tilewright.precision.policy.report import ConversionReport
+from tilewright.precision.policy.precision_report import ConversionReport
 from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule, lr_factor
 from tilewright.training.executor.base import StepResult
 from tilewright.training.hooks.base import Step, StepHook

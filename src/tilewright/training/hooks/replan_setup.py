@@ -12,8 +12,8 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
+from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
 from tilewright.training.hooks.rank_agreement import Agreement, planner_on_first
-from tilewright.training.hooks.replan import AdaptiveReplanner
 from tilewright.training.planning.does_not_fit import changes_to_fit
 from tilewright.training.planning.resolve import fixed_by_user
 from tilewright.training.runlog.recorder import MetricsLogger

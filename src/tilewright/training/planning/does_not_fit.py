@@ -10,7 +10,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError, UnknownFitError
 from tilewright.core.units import format_bytes
 from tilewright.planner.advice.changes import Change, cheapest_changes, to_fit
-from tilewright.planner.advice.describe import no_plan
+from tilewright.planner.advice.describe_plan import no_plan
 from tilewright.planner.decide import How, decide, free_planner, typed, typed_too, user_settings
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import FORMAT_FIELDS, Planner

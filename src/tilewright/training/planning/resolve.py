@@ -29,7 +29,7 @@ from tilewright.planner.plan import Plan
 from tilewright.planner.plan_file import PlanFile, read_plan, to_toml
 from tilewright.planner.replan import Replanner
 from tilewright.planner.site import Site
-from tilewright.training.planning.describe import words
+from tilewright.training.planning.describe_memory_plan import words
 from tilewright.training.planning.does_not_fit import changes_to_fit, nothing_fits, refused
 
 NONE = ""

@@ -1,6 +1,6 @@
 """One place that reports: events, progress lines and evaluations, to the run's files, the screen and the sinks.
 
-`record_files` writes the row of every step; `progress` and the sinks know how to show one.
+`record_files` writes the row of every step; `train_progress` and the sinks know how to show one.
 
 Sinks (TensorBoard, trackio, wandb) get scalars and nothing else; metrics.jsonl stays the source of truth. Their
 packages are imported when a run starts, so that a missing one stops it at once and not at its first log line.
@@ -17,9 +17,9 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, pooled
-from tilewright.training.runlog.progress import TrainProgress, step_line
 from tilewright.training.runlog.record_files import Counters, RunLog
 from tilewright.training.runlog.sample import TextSample
+from tilewright.training.runlog.train_progress import TrainProgress, step_line
 
 _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
 

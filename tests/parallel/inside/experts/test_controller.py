@@ -7,7 +7,7 @@ from tests.parallel.inside.experts.spread import Case, spread, whole, world_of
 from tests.parallel.inside.tensor.test_controller import POLICY, decide, spoiled
 from tests.ranks import of_one_rank, on_ranks
 from tilewright.parallel.world import World
-from tilewright.precision.controller.runtime import sites_of
+from tilewright.precision.controller.precision_controller import sites_of
 
 pytestmark = pytest.mark.dist
 CASE, NORM, EXPERTS = Case(2, mode=POLICY), "layers.1.post_attention_layernorm", "layers.1.mlp.experts."

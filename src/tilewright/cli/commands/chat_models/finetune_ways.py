@@ -28,7 +28,7 @@ from tilewright.planner.planner import FORMAT_FIELDS
 from tilewright.planner.site import Site
 from tilewright.training.components.recipe_tokenizer import tokenizer_path
 from tilewright.training.planning.advice import as_settings
-from tilewright.training.planning.describe import words
+from tilewright.training.planning.describe_memory_plan import words
 from tilewright.training.planning.does_not_fit import smallest_in_words
 from tilewright.training.planning.plan_request import PlanRequest, site_of
 from tilewright.training.planning.resolve import plan_run

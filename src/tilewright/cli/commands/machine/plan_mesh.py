@@ -84,7 +84,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
     with gc_paused():
         from tilewright.data.common.progress import ProgressBar
         from tilewright.planner.simulate.mesh import search_answer
-        from tilewright.planner.simulate.mesh.why import step_named, why
+        from tilewright.planner.simulate.mesh.why_slower import step_named, why
         from tilewright.planner.simulate.torch_tables import KeptTables
 
     with ProgressBar("planning") as progress:

@@ -23,7 +23,7 @@ from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links
 from tilewright.planner.cost.layer_cost import GemmCost, LayerParts
 from tilewright.planner.cost.rank_share import Shards
-from tilewright.planner.cost.teacher import head_parts_s
+from tilewright.planner.cost.teacher_cost import head_parts_s
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.model.model_shape import Coding, LayerClass, ModelShape

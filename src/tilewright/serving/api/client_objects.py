@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.serving.api.logprobs import TokenTexts, of_chat, of_text
-from tilewright.serving.api.tools import FunctionCall
+from tilewright.serving.api.tool_calls import FunctionCall
 from tilewright.serving.next_token import Drawn
 
 _ARGUMENT_CHARS = 64

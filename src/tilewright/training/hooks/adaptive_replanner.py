@@ -37,7 +37,7 @@ from tilewright.planner.replan import Replanner
 from tilewright.training.executor.base import Executor, StepResult
 from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.hooks.rank_agreement import Agreement
-from tilewright.training.planning.describe import loosest, tighter, words
+from tilewright.training.planning.describe_memory_plan import loosest, tighter, words
 
 CUTS = 6
 """Budgets tried after an out-of-memory, each smaller, before the smallest memory plan is taken."""
