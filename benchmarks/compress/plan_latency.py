@@ -19,7 +19,7 @@ from benchmarks.common import write_result
 from tilewright.compress.budget.budget_rise import NEAR, near_in_time
 from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.compress.budget.cut_candidates import CutPlan
-from tilewright.compress.budget.measure import parameters, seconds_beside
+from tilewright.compress.budget.held_out_rise import parameters, seconds_beside
 from tilewright.compress.budget.sensitivity import SHARES, CutCost
 from tilewright.compress.prune.prune import MULTIPLE, left, prune
 from tilewright.compress.prune.tensors_of_units import find_units

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import write_result
 from benchmarks.compress.prune_stages import Study
-from tilewright.compress.budget.measure import parameters, row_losses_of
+from tilewright.compress.budget.held_out_rise import parameters, row_losses_of
 from tilewright.compress.prune.norms import estimate_norms
 from tilewright.compress.prune.prune import prune
 

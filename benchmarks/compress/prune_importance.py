@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import write_result
 from benchmarks.compress.prune_stages import SHAPE, Study
-from tilewright.compress.budget.measure import row_losses_of
+from tilewright.compress.budget.held_out_rise import row_losses_of
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.unit_scores import METHODS, Method
 

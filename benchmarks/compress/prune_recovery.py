@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import write_result
 from benchmarks.compress.prune_stages import SHAPE, Study
 from tilewright.cli.load_run import open_to_export
-from tilewright.compress.budget.measure import RowLosses, parameters, row_losses_of
+from tilewright.compress.budget.held_out_rise import RowLosses, parameters, row_losses_of
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.unit_kinds import Kind
 

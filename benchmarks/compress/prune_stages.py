@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.kept_rows import KeptCases
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.budget_rise import rises_of
-from tilewright.compress.budget.measure import Batches, RowLosses, row_losses_of
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_losses_of
 from tilewright.compress.budget.stage_runs import from_scratch, run_stage, stage_recipe, write_model
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.stored_codes import calibration

@@ -33,7 +33,7 @@ from benchmarks.kept_rows import KeptCases
 from benchmarks.turns import in_turns
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.call_seconds import machine_clock
-from tilewright.compress.budget.measure import parameters, row_losses_of
+from tilewright.compress.budget.held_out_rise import parameters, row_losses_of
 from tilewright.compress.search.search_run import RECIPE, LayerSearch
 from tilewright.compress.search.search_settings import KINDS, LayerSearchSettings
 from tilewright.core.config.load import load_recipe

@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.common import machine_kind, write_result
 from benchmarks.compress.prune_stages import Study
 from tilewright.cli.load_run import open_to_export
-from tilewright.compress.budget.measure import parameters
+from tilewright.compress.budget.held_out_rise import parameters
 from tilewright.compress.budget.stage_runs import run_stage, stage_recipe, write_model
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.targets import find_targets

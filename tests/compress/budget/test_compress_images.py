@@ -12,7 +12,7 @@ from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.artefacts import judged
 from tilewright.compress.budget.compress_run import Compression
 from tilewright.compress.budget.compress_settings import CompressSettings
-from tilewright.compress.budget.measure import RowLosses, row_losses_of
+from tilewright.compress.budget.held_out_rise import RowLosses, row_losses_of
 from tilewright.compress.export.onnx import ONNX
 from tilewright.compress.export.targets import TARGETS, why_not
 from tilewright.compress.export_run import BASELINES

@@ -14,7 +14,7 @@ from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.artefacts import missed
 from tilewright.compress.budget.compress_run import Compression
 from tilewright.compress.budget.compress_settings import CompressSettings
-from tilewright.compress.budget.measure import row_losses_of
+from tilewright.compress.budget.held_out_rise import row_losses_of
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prune.prune import prune

@@ -9,7 +9,7 @@ import torch
 from tilewright.compress.budget.budget_rise import in_words, rises_of, rounded, ruling
 from tilewright.compress.budget.compress_settings import CompressSettings
 from tilewright.compress.budget.cut_candidates import FACTORS, CutPlan, by_halves, cut_plans
-from tilewright.compress.budget.measure import RowLosses
+from tilewright.compress.budget.held_out_rise import RowLosses
 from tilewright.compress.budget.sensitivity import CutCost
 from tilewright.core.errors import ConfigError
 

@@ -10,7 +10,7 @@ from tests.training.tiny import tiny, write_text
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.compress_run import Compression
 from tilewright.compress.budget.compress_settings import CompressSettings
-from tilewright.compress.budget.measure import row_losses_of
+from tilewright.compress.budget.held_out_rise import row_losses_of
 from tilewright.compress.budget.stage_runs import run_stage, stage_recipe, write_model
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.edit import changed

@@ -75,7 +75,7 @@ def judged(
         made: the run that it is of, with its rises.
         budget: of the loss.
         counts: held-out targets by domain. An export asks for as many of each domain, rises are over all of them.
-        points: of what is wrong (`measure`), as the labels that are the likeliest say.
+        points: of what is wrong (`held_out_rise`), as the labels that are the likeliest say.
 
     Example:
         >>> row = {"state": "ran", "loss": {"text": {"fp32": 2.0, "consumer": 2.1}}}

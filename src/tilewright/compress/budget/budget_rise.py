@@ -1,6 +1,6 @@
 """Which rise of the loss the budget is of: over the run, and over the run with as many more steps.
 
-Rises are relative, or percentage points of images that are wrong (`measure`). Of a run that was still learning
+Rises are relative, or percentage points of images that are wrong (`held_out_rise`). Of a run that was still learning
 any cut looks free beside what it was, for recovery trains it further. Of one that further steps make worse, a cut looks
 free beside those. So the larger of both rises rules; without the control that of the run alone.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tilewright.compress.budget.measure import RowLosses
+from tilewright.compress.budget.held_out_rise import RowLosses
 
 
 def rises_of(losses: RowLosses, whole: RowLosses, equal: RowLosses | None) -> dict[str, float | None]:
@@ -44,7 +44,7 @@ def rounded(row: Mapping[str, Any], ours: float, theirs: float, *, points: bool 
         row: of the model that it was made of.
         ours: loss of that model.
         theirs: loss of the artefact, on the same rows.
-        points: rises are differences (`measure`).
+        points: rises are differences (`held_out_rise`).
 
     Example:
         >>> rounded({"rise": 0.0, "equal_rise": None}, 2.0, 2.5)

@@ -21,7 +21,7 @@ from tilewright.compress.budget.budget_rise import in_words, rises_of, ruling
 from tilewright.compress.budget.compress_record import FILE, Record, asked_of, record_of, write_record
 from tilewright.compress.budget.compress_settings import DEFAULTS, CompressSettings
 from tilewright.compress.budget.cut_candidates import CutPlan, by_halves, cut_plans
-from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
 from tilewright.compress.budget.stage_runs import (

@@ -27,7 +27,7 @@ class CompressSettings:
     """Settings of one `compress` command.
 
     Args:
-        budget: largest rise of the held-out loss (`measure`) over the run's own, and over the run with as many
+        budget: largest rise of the held-out loss (`held_out_rise`) over the run's own, and over the run with as many
             more steps (`budget_rise`); above 0.
         targets: that the result is exported to, at least one.
         kinds: of unit that may be cut.

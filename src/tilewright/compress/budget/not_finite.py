@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tilewright.compress.budget.compress_record import Record
-from tilewright.compress.budget.measure import Say
+from tilewright.compress.budget.held_out_rise import Say
 from tilewright.core.errors import NumericsError
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewright.compress.budget.budget_rise import error_in_words
 from tilewright.compress.budget.compress_record import Record
-from tilewright.compress.budget.measure import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
 from tilewright.compress.prune.cut import LayoutError
 from tilewright.compress.prune.prune import MULTIPLE, Pruned, left, prune
@@ -32,7 +32,7 @@ class CutCost:
         share: that was asked to go.
         units: that stay.
         before: units of the whole model.
-        rise, error: of the held-out loss over the whole model (`measure`); its standard error.
+        rise, error: of the held-out loss over the whole model (`held_out_rise`); its standard error.
         saved: parameters that go.
         speed: seconds of a forward pass of a few tokens or images, as a share of the whole model's.
         domains: rise by domain.

@@ -12,7 +12,7 @@ from typing import Any
 
 from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.compress.budget.compress_record import Record, asked_of, record_of, write_record
-from tilewright.compress.budget.measure import Batches, RowLosses, Say, row_losses_of
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, Say, row_losses_of
 from tilewright.compress.budget.stage_runs import OpenRun
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.stored_codes import calibration

@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from tilewright.compress.budget.compress_record import Record
-from tilewright.compress.budget.measure import Batches, RowLosses, row_losses_of
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_losses_of
 from tilewright.compress.budget.stage_runs import OpenRun, run_stage, stage_recipe
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.search.choose_shapes import ChosenShape

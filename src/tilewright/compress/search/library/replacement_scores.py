@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compress.budget.measure import Batches, RowLosses, row_losses
+from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_losses
 from tilewright.compress.search.library.layer_parts import PartPlace, own_part, run_part
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.compress.search.library.train_replacements import key_of, part_at

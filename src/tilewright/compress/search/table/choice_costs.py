@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from tilewright.compress.budget.measure import parameters
+from tilewright.compress.budget.held_out_rise import parameters
 from tilewright.compress.search.library.layer_parts import PartPlace, config_of
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.compress.search.search_settings import MEASURES
