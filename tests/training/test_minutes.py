@@ -38,6 +38,8 @@ from tilewright.training.session import train
 
 STEP_S, MINUTES = 7.5, 2.0
 """What a step takes by the clock of these tests, and what their runs are given."""
+SELDOM = {"train__eval_interval": 6, "train__sample_tokens": 0, "checkpoint__interval": 6}
+"""Settings of these runs, and of those that they are compared with: few evaluations and saves show the same."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,7 @@ def _time_passes_by_the_step(monkeypatch):
 
 def timed(data, runs, minutes=MINUTES, **changes):
     """The recipe of the tiny run, given in minutes."""
-    values = settings(data, runs, train__minutes=minutes, **changes)
+    values = settings(data, runs, train__minutes=minutes, **SELDOM | changes)
     del values["train.steps"]
     return load_recipe(None, values, environ={})
 
@@ -142,7 +144,7 @@ def test_a_run_in_minutes_is_the_run_of_so_many_steps(data, tmp_path, shape, cap
     (event,) = [row for row in rows(run / "events.jsonl") if row["kind"] == "plan" and "minutes" in row]
     assert (event["steps"], event["minutes"], event["step"]) == (steps, MINUTES, 0)
     assert event["message"] in capsys.readouterr().out.replace("\n  ", " ")
-    train(tiny(data, tmp_path / "steps", train__steps=steps, **SHAPES[shape]))
+    train(tiny(data, tmp_path / "steps", train__steps=steps, **SELDOM, **SHAPES[shape]))
     assert_same_run(run, tmp_path / "steps" / "tiny")
     again = load_recipe(run / "run.toml", environ={}).recipe.train  # run.toml alone makes the same run
     assert (again.steps, again.minutes) == (steps, MINUTES)
@@ -203,7 +205,7 @@ def test_a_run_that_goes_on_keeps_its_number(data, tmp_path, monkeypatch):
     assert resolved(tmp_path / "tiny") == first
     events = rows(tmp_path / "tiny" / "events.jsonl")
     assert not [row for row in events if row["kind"] == "recipe_change"]
-    train(tiny(data, tmp_path / "steps", train__steps=first[0]))
+    train(tiny(data, tmp_path / "steps", train__steps=first[0], **SELDOM))
     assert_same_run(tmp_path / "tiny", tmp_path / "steps" / "tiny")
 
 
@@ -238,7 +240,7 @@ def test_an_exact_number_goes_before_the_minutes_of_the_folder(data, tmp_path, m
     train(timed(data, tmp_path))
     more = resolved(tmp_path / "tiny")[0] + 2
     monkeypatch.setattr(session, "time_steps", never)
-    assert train(tiny(data, tmp_path, train__steps=more)).step == more
+    assert train(tiny(data, tmp_path, train__steps=more, **SELDOM)).step == more
 
 
 @pytest.mark.parametrize(

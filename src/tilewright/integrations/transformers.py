@@ -9,7 +9,9 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
 
 from tilewright.core.errors import ConfigError
 from tilewright.integrations.accelerate import AcceleratorScaler, convert_for

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
 
 from tilewright.core.json_text import to_json
 from tilewright.precision.controller.layer_statistics import QuantStats

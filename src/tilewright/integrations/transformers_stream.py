@@ -7,8 +7,8 @@ is saved with the callback, and nothing is skipped.
 
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.integrations.stream import StreamRows

@@ -16,7 +16,7 @@ from tilewright.models.hf.cache import cache_name, why_no_cache
 from tilewright.models.hf.model import HFModel
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
 _DENSE_EXPERTS = "batched_mm"
 """transformers' way to compute experts without branches on data: each token's matrices are looked up."""
@@ -42,7 +42,7 @@ class HFGraph(nn.Module):
         `decoder.DecoderGraph.forward`."""
         if not self.kept:
             return (self.net(input_ids=ids_1S).logits,)
-        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicCache
 
         cache = DynamicCache(ddp_cache_data=list(zip(past[0::2], past[1::2], strict=True)))
         start = past[0].shape[2]

@@ -3,6 +3,7 @@
 Options: `task`; `auto`, the class of transformers that loads it.
 """
 
+import importlib
 import importlib.metadata
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,7 @@ class TransformersFolder(ConsumerSession):
 
     def __init__(self, request: Request):
         super().__init__(request)
-        import transformers
-
+        transformers = importlib.import_module("transformers")
         torch.set_num_threads(request.threads)
         task = request.options["task"]
         self.causal = task == "causal_lm"

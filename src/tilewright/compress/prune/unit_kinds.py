@@ -204,7 +204,7 @@ def changed(config: Any, values: dict[str, Any]) -> Any:
     except (ValueError, StrictDataclassError):
         if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
             raise
-    from transformers import MistralConfig
+    from transformers.models.mistral.configuration_mistral import MistralConfig
 
     drop = ("model_type", "architectures", "attention_bias", "mlp_bias", "pretraining_tp")
     kept = {name: value for name, value in merged.items() if name not in drop}

@@ -18,7 +18,7 @@ from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.hf.joined_rows import JoinedHFCache, row_attention, why_no_rows
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, AttributeError, NotImplementedError)
 """How models of many authors say that they cannot."""

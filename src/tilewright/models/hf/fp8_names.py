@@ -83,9 +83,9 @@ def _check_readable(net: Any, skeleton: nn.Module) -> None:
     Raises:
         CheckpointError: the model is such a one.
     """
-    from transformers import FineGrainedFP8Config
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.utils.quantization_config import FineGrainedFP8Config
 
     quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
 ROWS = "tilewright_rows"
 """The name of the attention that goes row by row, in transformers' table."""
@@ -97,7 +97,7 @@ def why_no_rows(net: "PreTrainedModel") -> str | None:
 @contextmanager
 def row_attention(net: "PreTrainedModel") -> Iterator[None]:
     """Inside, the layers of a model with joined rows call the attention that goes row by row."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(ROWS, _attention)
     configs = {

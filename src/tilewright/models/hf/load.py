@@ -28,7 +28,7 @@ from tilewright.models.hf.row_lengths import real_integers
 from tilewright.ops.kernels import Kernels
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5", "*.gguf")
 _NO_CODE = {"trust_remote_code": False}
@@ -142,7 +142,7 @@ def init_hf(model: HFModel, seed: int) -> None:
 def weight_owners(net: nn.Module) -> dict[str, Any]:
     """Owners of weights to draw for a Hugging Face model: the one that knows how to draw the weights of each module:
     the innermost one around it."""
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
     owners: dict[str, Any] = {}
     for name, module in net.named_modules():
@@ -160,8 +160,7 @@ def draw_module(owner: Any, name: str, module: nn.Module, seed: int) -> None:
 
 def _transformers() -> Any:
     try:
-        import transformers
-
+        transformers = importlib.import_module("transformers")
         with _errors_only("torchao", "torch.utils._pytree"):
             # Imports torchao where it is installed, which says which of its kernels are for other machines.
             importlib.import_module("transformers.quantizers")

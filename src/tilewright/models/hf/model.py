@@ -46,7 +46,7 @@ from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
 Task = Literal["causal_lm", "masked_lm", "image_classification"]
 _log = logging.getLogger(__name__)

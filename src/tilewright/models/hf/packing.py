@@ -17,7 +17,7 @@ from tilewright.models.base.output_head import IGNORED_LABEL
 from tilewright.models.base.protocols import LossOutput
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
 PACKED, PACKED_SHAPE = "packed", "packed_shape"
 

@@ -19,7 +19,7 @@ from tilewright.models.base.eval_mode import eager, evaluation
 from tilewright.models.hf.packing import forward_arguments
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
 _LENGTH, _FIRST = 8, 4
 """Probe rows: eight tokens, of which the first four are a document of their own where rows are packed."""

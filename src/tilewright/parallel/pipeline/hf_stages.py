@@ -27,7 +27,7 @@ from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, 
 from tilewright.parallel.world import Group
 
 if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 from tilewright.precision.mixed.derived import Derived, derive
 
 
