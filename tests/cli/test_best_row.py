@@ -68,7 +68,7 @@ def test_no_recipe_that_the_table_could_have_chosen_beats_its_row(share, tmp_pat
     at = typed.index("--train.micro_batch_size")
     typed = ["--data.source", str(make_talks(tmp_path / "talks.jsonl")), *typed[:at], *typed[at + 2 :]]
     request = PlanRequest(on="4090", host_memory="64GiB")
-    planning = _Planning(request, True)
+    planning = _Planning(request)
     recipes = {how: tuned_recipe(str(model), [], how, typed, weights=False)[0] for how in ("lora", "full")}
     stands = planning.way(recipes["full"], "full").plan
     process = stands.phases["load"]["process"] - 0.02 * stands.budget.device
@@ -77,19 +77,19 @@ def test_no_recipe_that_the_table_could_have_chosen_beats_its_row(share, tmp_pat
     request = PlanRequest(on="4090", host_memory="64GiB", device_memory=str(size))
     typed = [*typed, f"--plan.device_memory={size}"]
     recipes = {how: tuned_recipe(str(model), [], how, typed, weights=False)[0] for how in ("lora", "lora_fp8", "full")}
-    found = list(ways(str(model), "model", typed[:-1], request, quiet=True))
+    found = list(ways(str(model), "model", typed[:-1], request))
     assert any(way.state == "fits" for way in found)
-    check(found, _Planning(request, True), recipes, CHOICES)
+    check(found, _Planning(request), recipes, CHOICES)
 
 
 @pytest.mark.slow
 def test_all_of_eight_billion_parameters_on_a_4090(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     request = PlanRequest(on="4090")
-    found = list(ways(str(tmp_path), "model", [], request, quiet=True))
+    found = list(ways(str(tmp_path), "model", [], request))
     wide = next(way for way in found if way.how == "full")
     assert wide.chosen["optim.moments"] == "8bit"
     assert wide.plan.tokens_per_s > 1.5 * wide.plain.tokens_per_s
     assert wide.plan.host_bytes < 0.6 * wide.plain.host_bytes
     loaded = {how: tuned_recipe(str(tmp_path), [], how, [], weights=False)[0] for how in ("lora", "lora_fp8", "full")}
-    check(found, _Planning(request, True), loaded, CHOICES)
+    check(found, _Planning(request), loaded, CHOICES)

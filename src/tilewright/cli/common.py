@@ -1,8 +1,10 @@
 """Parts that commands share: the recipe argument with `--section.field value`, numbers, verbosity, and JSON output."""
 
+import contextlib
 import difflib
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +19,8 @@ from tilewright.core.json_text import to_json
 from tilewright.core.log import say
 
 _OVERRIDES = "tilewright.overrides"
+_ANSWER = "tilewright.answer"
+"""Of a context: the stream that `print_json` writes to."""
 LATEST = "runs/latest"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -174,8 +178,18 @@ def is_verbose() -> bool:
 
 
 def json_option(function: Function) -> Function:
-    """`--json`: one JSON object on standard output instead of text."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+    """`--json`: one JSON object on standard output instead of text.
+
+    All else that is said until the command ends, such as progress, goes to standard error.
+    """
+
+    def aside(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        if value:
+            ctx.meta[_ANSWER] = sys.stdout
+            ctx.with_resource(contextlib.redirect_stdout(sys.stderr))
+        return value
+
+    return click.option("--json", "as_json", is_flag=True, callback=aside, help="Print JSON.")(function)
 
 
 def overrides(ctx: click.Context) -> list[str]:
@@ -185,7 +199,8 @@ def overrides(ctx: click.Context) -> list[str]:
 
 def print_json(value: object) -> None:
     """JSON on standard output, whatever the verbosity; numbers that are not finite are null."""
-    click.echo(to_json(value, indent=2))
+    ctx = click.get_current_context(silent=True)
+    click.echo(to_json(value, indent=2), file=None if ctx is None else ctx.meta.get(_ANSWER))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -214,14 +229,13 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def write_answer(option: str, path: str, text: str, *, quiet: bool) -> None:
+def write_answer(option: str, path: str, text: str) -> None:
     """Write a file that a command's option asks for, whole or not at all, and say so.
 
     Args:
         option: its name, as `--html`.
         path: that was typed.
         text: of the file.
-        quiet: standard output is for a program.
 
     Raises:
         DataError: the file cannot be written.
@@ -238,4 +252,4 @@ def write_answer(option: str, path: str, text: str, *, quiet: bool) -> None:
             try_=f"another path for {option}",
             where=path,
         ) from error
-    say(f"wrote {path}", error=quiet)
+    say(f"wrote {path}")

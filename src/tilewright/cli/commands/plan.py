@@ -113,7 +113,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     request = PlanRequest(**options)
     with ProgressBar("planning") as progress:
         progress.phase("the run")
-        loaded, site = asked_for(loaded, request, quiet=as_json)
+        loaded, site = asked_for(loaded, request)
         found = plan_for(loaded, site, request, as_it_stands=as_json)  # a program reads why not
         if why:
             lines = _why(loaded, site, found, why)
@@ -131,7 +131,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         if request.largest:
             echo(f"The deepest model of this shape has {found.shape.num_layers} layers.")
         show(found, told, other)
-    _write_files(found, curve, told.changes, out, html, quiet=as_json)
+    _write_files(found, curve, told.changes, out, html)
     if found.state != "fits":
         raise refused(found, told.changes)
 
@@ -203,16 +203,14 @@ def _why(loaded: "Loaded", site: "Site", found: "Plan", text: str) -> list[str]:
     return why(free_planner(loaded, site), found, int(match[1]))
 
 
-def _write_files(
-    plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change"], out: str, html: str, *, quiet: bool
-) -> None:
+def _write_files(plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change"], out: str, html: str) -> None:
     from tilewright.planner.plan_file import to_toml
 
     if out:
-        write_answer("--out", out, to_toml(plan), quiet=quiet)
+        write_answer("--out", out, to_toml(plan))
     if html:
         from tilewright.cli.plan_output import layer_table
         from tilewright.report.plan_page import render_plan
 
         page = render_plan(plan, curve, layer_table(plan), [str(change) for change in changes])
-        write_answer("--html", html, page, quiet=quiet)
+        write_answer("--html", html, page)

@@ -129,7 +129,7 @@ def simulate(ctx: click.Context, ladder: bool, html: str, as_json: bool, **optio
     if html:
         from tilewright.report.pages.simulate_page import render_simulation
 
-        write_answer("--html", html, render_simulation(rungs, failures), quiet=as_json)
+        write_answer("--html", html, render_simulation(rungs, failures))
     if as_json:
         more = {} if failures is None else {"goodput": failures.goodput, "best_interval_s": failures.best_interval_s}
         print_json({"rungs": [rung.to_json() for rung in rungs]} | more)

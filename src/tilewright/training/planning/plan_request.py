@@ -52,7 +52,7 @@ class PlanRequest:
         return "fastest" if self.fastest else "least_change"
 
 
-def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool) -> tuple[Loaded, Site]:
+def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool = False) -> tuple[Loaded, Site]:
     """The request for a plan: the recipe and the place that a command plans: the same that `train` plans, where it is
     given the device's budget as `plan.device_memory`.
 
@@ -70,7 +70,7 @@ def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool) -> tuple[Loa
     return replace(loaded, recipe=changed(loaded.recipe, {"plan.device_memory": device})), site
 
 
-def site_of(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> Site:
+def site_of(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool = False) -> Site:
     """The site that a plan is requested for, by which a recipe is planned, by the options of a command; the device's
     budget is checked here, and belongs into the recipe.
 

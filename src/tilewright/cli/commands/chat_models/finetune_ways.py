@@ -77,7 +77,7 @@ class Way:
         return "not known" if self.plan is None else self.plan.state
 
 
-def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, quiet: bool) -> Iterator[Way]:
+def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest) -> Iterator[Way]:
     """The ways to fine-tune a model, each planned; it takes seconds, for a large model of transformers' code some ten
     of them.
 
@@ -86,7 +86,6 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
         shown: the model's name in the commands.
         typed: settings as on a command line.
         options: machine and budgets.
-        quiet: say nothing of measurements.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -102,7 +101,7 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
                 where=option,
             )
     budget = [f"--plan.device_memory={options.device_memory.strip()}"] if options.device_memory else []
-    planning = _Planning(options, quiet)
+    planning = _Planning(options)
     for how in HOWS:
         more = [*typed, *budget]
         loaded, _ = tuned_recipe(model, [], how, more, weights=False)
@@ -179,18 +178,17 @@ class _Planning:
 
     Args:
         options: machine and budgets.
-        quiet: say nothing of measurements.
     """
 
-    def __init__(self, options: PlanRequest, quiet: bool) -> None:
-        self.options, self.quiet = options, quiet
+    def __init__(self, options: PlanRequest) -> None:
+        self.options = options
         self._finder: ShapeFinder | None = None
         self._checked: dict[object, CheckpointError | None] = {}
 
     def site(self, loaded: Loaded) -> Site:
         """The site for which a way to fine-tune is planned, with what is known of its model."""
         vocab_size = _vocab_size(loaded) or 1  # less than any embedding has
-        site = replace(site_of(loaded, self.options, vocab_size, quiet=self.quiet), finder=self._finder)
+        site = replace(site_of(loaded, self.options, vocab_size), finder=self._finder)
         self._finder = site.shapes
         return site
 

@@ -81,7 +81,7 @@ def plan_model(model: str, typed: Sequence[str], options: "PlanRequest", *, as_j
     found: list[Way] = []
     with ProgressBar("planning") as progress:
         progress.phase(_NAMES["lora"])
-        for way in ways(name, model, typed, options, quiet=as_json):
+        for way in ways(name, model, typed, options):
             found.append(way)
             if len(found) < len(_NAMES):
                 progress.phase(list(_NAMES.values())[len(found)])

@@ -90,7 +90,7 @@ def _matmul(recipe: Recipe, as_json: bool) -> None:
 
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    rates = measure(machine, refresh=True, progress=None if as_json else say)
+    rates = measure(machine, refresh=True, progress=say)
     if as_json:
         print_json({"device": machine.device_name} | rates.to_json())
         return

@@ -83,7 +83,7 @@ def bench_comm(recipe: Recipe, ranks: int | None, sizes: str, out: Path | None, 
         _show(found)
     if out is not None:
         write_whole(out, to_json(found.to_json(), indent=2) + "\n")
-        say(f"wrote {out}", error=as_json)
+        say(f"wrote {out}")
 
 
 def _of_own(recipe: Recipe, ranks: int, sizes: Sequence[int]) -> "MeasuredLinks":

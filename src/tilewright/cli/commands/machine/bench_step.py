@@ -1,11 +1,9 @@
 """`tilewright bench step`: seconds and joules of a step, who owns the seconds, and the share of its matmuls' rate that
 it reaches; of one precision mode, or of two beside each other."""
 
-import contextlib
 import datetime
 import gc
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,16 +45,12 @@ def bench_step(settings: Loaded, steps: int, *, against: Loaded | None = None, a
         against: the recipe in another precision mode, which is measured behind it.
         as_json: instead of text.
     """
-    # beside JSON, what a run says of itself goes to standard error
-    aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with aside:
-        first = _measured(settings, steps)
+    first = _measured(settings, steps)
     if against is None:
         print_json(first.numbers) if as_json else _show(first)
         return
     gc.collect()  # the first model goes before the second one is made
-    with aside:
-        second = _measured(against, steps)
+    second = _measured(against, steps)
     ratios = _beside(first.numbers, second.numbers)
     if as_json:
         print_json({**first.numbers, "against": {**second.numbers, "ratios": ratios}})

@@ -114,7 +114,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
         if other:
             echo()
             show_table(("", loaded.name, options["compare"]), search_answer.compared(found.best[0], other))
-    _write(loaded, found, changes, world, options, notes, quiet=as_json)
+    _write(loaded, found, changes, world, options, notes)
 
 
 def _nothing_fits(
@@ -219,8 +219,6 @@ def _write(
     world: int,
     options: Mapping[str, Any],
     notes: Sequence[str],
-    *,
-    quiet: bool,
 ) -> None:
     """Write a mesh's plan: the files that are asked for."""
     from tilewright.planner.simulate.mesh import search_answer
@@ -229,9 +227,9 @@ def _write(
     if options["out"]:
         head = [f"tilewright plan {loaded.name} --world {world} --on {options['on']}", verdict]
         text = search_answer.recipe_text(loaded.name, loaded.recipe, found.best[0], head)
-        write_answer("--out", options["out"], text, quiet=quiet)
+        write_answer("--out", options["out"], text)
     if options["html"]:
         from tilewright.report.pages.mesh_page import render_meshes
 
         rows = [search_answer.change_row(change) for change in changes]
-        write_answer("--html", options["html"], render_meshes(found, verdict, rows, notes), quiet=quiet)
+        write_answer("--html", options["html"], render_meshes(found, verdict, rows, notes))
