@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tilewright.compress.export.export_source import ExportSource
@@ -95,11 +96,11 @@ def export_run(
         "baselines": [],
         "artefacts": _kept(source, targets) + rows,
     }
-    with tempfile.TemporaryDirectory(prefix="tilewright-proof-") as folder, ProgressBar("export") as bar:
+    with _proof_folder() as folder, ProgressBar("export") as bar:
         proof = None
         if prove:
             bar.phase("held-out rows")
-            proof = _proof(source, Path(folder), threads, limits or ConsumerLimits.of_this_machine())
+            proof = _proof(source, folder, threads, limits or ConsumerLimits.of_this_machine())
             record["machine"]["memory_limit_bytes"] = proof.limits.memory_bytes
             record["baselines"] = _baselines(source, proof, bar, on_row)
         errors: list[CheckpointError] = []
@@ -116,6 +117,22 @@ def export_run(
     if len(errors) == len(possible):
         raise CheckpointError.from_problems([problem for error in errors for problem in error.problems])
     return record
+
+
+@contextmanager
+def _proof_folder() -> Iterator[Path]:
+    """A folder of questions and answers, which goes behind its use."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="tilewright-proof-") as folder:
+            yield Path(folder)
+    except (OSError, SafetensorError) as error:  # artefacts have errors of their own
+        raise CheckpointError(
+            "Artefacts cannot be proven",
+            got=str(error),
+            need="room for temporary files (FP32 weights, and answers), and memory for a process",
+            try_="TMPDIR=FOLDER of another disk, and the same command; artefacts that are listed already are whole",
+            where=tempfile.gettempdir(),
+        ) from error
 
 
 def check_proofs(record: Row, targets: Sequence[Target]) -> None:

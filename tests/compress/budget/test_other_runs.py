@@ -1,11 +1,13 @@
 """Runs that are not as most: with rows of whole documents, one held-out row, integers, that never resume or that are
 still trained."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from tests.optim.test_citizen import assert_in_words
+from tests.training.test_sft import make_model, talks
 from tests.training.tiny import tiny, write_text
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.compress_run import Compression
@@ -89,3 +91,21 @@ def test_a_teacher_that_is_still_trained_is_refused(run, tmp_path):
         run_stage(recipe, earlier)
     assert_in_words(error.value, source.checkpoint.name, "step_00000002", "new --out")
     assert not (tmp_path / "stage").exists()
+
+
+def test_conversations_of_a_stage_have_the_template_of_the_run(tmp_path):
+    """It came with the weights that the run loaded; what is cut has it, and ends answers alike: data are the same."""
+    (tmp_path / "chats").mkdir()
+    rows = "".join(json.dumps({"messages": messages}) + "\n" for messages in talks(60))
+    (tmp_path / "chats" / "a.jsonl").write_text(rows)
+    options = {"model__path": make_model(tmp_path / "llama"), "model__weights": "load", "data__format": "chat"}
+    options |= {"data__source": tmp_path / "chats", "data__seq_len": 128, "precision__mode": "fp32"}
+    source = open_to_export(
+        train(tiny(tmp_path, tmp_path / "runs", **options, train__steps=2, log__report=False)).run_dir
+    )
+    found = asked(source, tmp_path / "out")
+    row = found._recovered(found.plan()[0])
+    stage = open_to_export(tmp_path / "out" / row["run"])
+    assert stage.data.fingerprint == source.data.fingerprint
+    assert stage.text_rules == source.text_rules
+    assert stage.tokenizer.stop_ids == source.tokenizer.stop_ids

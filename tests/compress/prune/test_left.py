@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.compress.prune.models import FOREIGN, drawn, ours
+from tests.compress.prune.models import FOREIGN, batch_of, drawn, ours
 from tests.draws import examples
 from tests.models.shapes import KERNELS
+from tilewright.compress.budget.held_out_rise import row_losses_of, seconds_beside
+from tilewright.compress.budget.sensitivity import sensitivities
 from tilewright.compress.prune.cut import LayoutError
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.tensors_of_units import parameters_left
@@ -93,3 +95,34 @@ def test_layers_that_are_what_their_number_says_are_not_cut(how):
     pruned = prune(model, {"heads": 0.5}, importance="l1")
     assert pruned.after == {"heads": 1}
     assert parameters_left(model, pruned.after) == sum(param.numel() for param in pruned.model.parameters())
+
+
+def test_units_whose_importance_is_not_known_stay_whole():
+    """Experts as one tensor that no linear layer reads: the other kinds are cut, and it is said what would do."""
+    import transformers
+
+    values = _LM | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = load_hf(transformers.GraniteMoeConfig(**values), "causal_lm", kernels=KERNELS)
+    model.net.set_experts_implementation("eager")  # torch's grouped matmul has no FP64
+    drawn(model)
+    batches, said = [batch_of(model)], []
+    whole = row_losses_of(model, {"text": batches})
+    asked = {"batches": batches, "say": said.append, "record": {}, "refit": False}
+    found = sensitivities(model, whole, {"text": batches}, ("ffn", "heads"), "activation", **asked)
+    assert {cost.kind for cost in found} == {"heads"}
+    (line,) = [line for line in said if line.startswith("ffn stay whole")]
+    assert "--importance l1" in line
+    with pytest.raises(ConfigError, match="Nothing of this model can be cut") as error:
+        sensitivities(model, whole, {"text": batches}, ("ffn",), "activation", **asked)
+    assert "--importance l1" in error.value.problems[0].got
+
+
+@pytest.mark.parametrize("positions", [8, 16, 31])
+def test_models_of_few_positions_are_cut_and_timed(positions):
+    """Of learned positions there are no more: neither rows that a cut is tried on nor timed ones are longer."""
+    import transformers
+
+    config = transformers.GPT2Config(**FOREIGN["GPT2"][1] | {"n_positions": positions})
+    model = drawn(load_hf(config, "causal_lm", kernels=KERNELS))
+    made = prune(model, {"ffn": 0.5, "layers": 0.5}, importance="l1").model
+    assert all(seconds > 0 for seconds in seconds_beside(made, model))

@@ -3,6 +3,7 @@ the verdict."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,24 @@ import xxhash
 
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.core.atomic_io import write_whole
-from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.json_text import to_json
 
-FILE, FORMAT = "compress.json", 6
+FILE, FORMAT = "compress.json", 7
 STAGES = ("cut", "artefacts")
 """Folders of a compression: what run folders of stages are made of, and what is made of them."""
 RUN_FILE = "run.toml"
 """Each run folder has it, from its first moment on."""
+_NAME = "run"
+"""Of the run, in the record: it may be another one later, for a run is known again by what it holds."""
+_PLACES = {
+    "run": {"dir", "name"},
+    "model": {"path"},
+    "data": {"source", "eval_source", "tokenizer", "cache_dir"},
+    "memory": {"offload_dir"},
+    "distill": {"teacher", "cache"},
+}
+"""Settings that say where something is. What is there is known by its hash, so that all of it can be moved."""
 Record = dict[str, Any]
 
 
@@ -53,25 +63,27 @@ def read_record(folder: Path, name: str = FILE, stages: Sequence[str] = STAGES) 
 
 
 def asked_of(source: ExportSource, weights: str) -> Record:
-    """The keys by which the record of a compression is known again: the run, its weights, data and recipe.
+    """The keys by which the record of a compression is known again, beside the run's name: its weights, shape, data and
+    recipe. Where they are is none of them.
 
     Args:
         source: the run or model.
         weights: a hash of the model's.
     """
     return {
-        "run": source.run.resolve().name,
-        "checkpoint": source.checkpoint.name,
+        _NAME: source.run.resolve().name,
+        "checkpoint": source.checkpoint.name if source.checkpoint != source.run else "",
         "weights": weights,
+        "model": _hash(_shape(source.model.config)),
         "data": source.data.fingerprint,
-        "recipe": _recipe_hash(source.recipe),
+        "recipe": _hash(source.recipe.model_dump(mode="json", exclude=_PLACES)),
     }
 
 
 def record_of(
     folder: Path, name: str, asked: Record, stages: Sequence[str] = STAGES, *, what: str, need: str
 ) -> Record | None:
-    """The record of a compression's folder, made for the same; None where there is none.
+    """The record of a compression's folder, made for the same; None where there is none. The run has the name of now.
 
     Args:
         folder: of the stages.
@@ -87,7 +99,11 @@ def record_of(
     before = read_record(folder, name, stages)
     if before is None:
         return None
-    differing = [_differing(key, before.get(key), value) for key, value in asked.items() if before.get(key) != value]
+    differing = [
+        _differing(key, before.get(key), value)
+        for key, value in asked.items()
+        if key != _NAME and before.get(key) != value
+    ]
     if differing:
         raise ConfigError(
             f"Folder holds {what}",
@@ -96,7 +112,7 @@ def record_of(
             try_=f"--out {folder}-2",
             where="--out",
         )
-    return before
+    return before | {_NAME: asked[_NAME]}
 
 
 def _differing(name: str, before: Any, now: Any) -> str:
@@ -106,9 +122,16 @@ def _differing(name: str, before: Any, now: Any) -> str:
     return " and another ".join(key for key in now | before if before.get(key) != now.get(key))
 
 
-def _recipe_hash(recipe: Recipe) -> str:
-    """A hash for the record over all settings of the run's recipe."""
-    return xxhash.xxh3_64_hexdigest(recipe.model_dump_json().encode())
+def _shape(config: Any) -> dict[str, Any]:
+    """The shape of a model, in plain types: of transformers' without where it is from and who wrote it."""
+    if not hasattr(config, "to_dict"):
+        return asdict(config)
+    values = config.to_dict()
+    return {name: value for name, value in values.items() if name[0] != "_" and name != "transformers_version"}
+
+
+def _hash(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
 
 
 def write_record(folder: Path, record: Record, name: str = FILE) -> None:

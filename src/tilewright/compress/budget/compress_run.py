@@ -19,13 +19,15 @@ import torch
 from tilewright.compress.budget.artefacts import judged, missed, still_stand, unproven
 from tilewright.compress.budget.budget_rise import in_words, rises_of, ruling
 from tilewright.compress.budget.compress_record import FILE, Record, asked_of, record_of, write_record
-from tilewright.compress.budget.compress_settings import DEFAULTS, CompressSettings
+from tilewright.compress.budget.compress_settings import CompressSettings
 from tilewright.compress.budget.cut_candidates import CutPlan, by_halves, cut_plans
 from tilewright.compress.budget.held_out_rise import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
 from tilewright.compress.budget.sensitivity import CutCost, sensitivities
 from tilewright.compress.budget.stage_runs import (
     OpenRun,
+    check_source,
+    follow_moves,
     from_scratch,
     rows_are_kept,
     run_stage,
@@ -42,7 +44,6 @@ from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.tensors_of_units import parameters_left
 from tilewright.core.errors import ConfigError, FitError, NumericsError
-from tilewright.models.decoder.config import DecoderConfig
 from tilewright.training.components.dataset import held_out
 from tilewright.training.components.teacher import weights_hash
 
@@ -68,7 +69,7 @@ class Compression:
     limits: ConsumerLimits | None = None
 
     def __post_init__(self) -> None:
-        _check_source(self.source)
+        check_source(self.source, self.settings.kinds)
         check_finite(self.source)
         self.source.model.check_save_hf(torch.bfloat16)
         self.model: Any = self.source.model
@@ -350,7 +351,10 @@ class Compression:
         asked = asked_of(self.source, weights_hash(self.model)) | {"settings": self.settings.to_json()}
         need = "the same run or model, data, settings and options"
         before = record_of(self.out, FILE, asked, what="stages of another compression", need=need)
-        return before or asked | {
+        if before is not None:
+            follow_moves(self.source, self.out, before)
+            return before
+        return asked | {
             "points": self.whole.points,
             "loss": self.whole.loss,
             "domains": self.whole.by_domain(),
@@ -377,24 +381,3 @@ class Compression:
             "checkpoint of the run",
             where=str(self.source.run),
         )
-
-
-def _check_source(source: ExportSource) -> None:
-    recipe, config = source.recipe, source.model.config
-    if isinstance(config, DecoderConfig) and config.layers:
-        raise ConfigError(
-            "Layers of their own shapes are not cut",
-            got=f"{len(config.layers)} layers of {len(set(config.layers))} shapes (model.layers)",
-            need="a decoder whose layers are alike, or a Hugging Face model: a cut takes as much of each layer",
-            try_="tilewright search, which finds a smaller shape for each layer",
-            where=str(source.run),
-        )
-    if recipe.model.task in DEFAULTS and not recipe.lora.rank and recipe.data.format != "preferences":
-        return
-    raise ConfigError(
-        "Runs of this kind are not compressed",
-        got=f'model.task = "{recipe.model.task}", lora.rank = {recipe.lora.rank}, data.format = "{recipe.data.format}"',
-        need="a causal language model without adapters, on text or conversations, or an image classifier",
-        try_="with adapters: tilewright merge RUN --out FOLDER, then tilewright compress FOLDER",
-        where=str(source.run),
-    )

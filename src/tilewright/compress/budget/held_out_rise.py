@@ -164,7 +164,8 @@ def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
 def _pass(model: Any) -> Tensor:
     if model.task == "image_classification":
         return model.image_logits(model.short_batch()["pixel_values"])
-    return model.next_token_logits(torch.zeros(1, _TOKENS, dtype=torch.int64))
+    tokens = min(_TOKENS, model.max_positions or _TOKENS)
+    return model.next_token_logits(torch.zeros(1, tokens, dtype=torch.int64))
 
 
 def parameters(model: Any) -> int:

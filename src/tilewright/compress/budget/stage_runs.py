@@ -1,15 +1,20 @@
 """The run folders of a compression: recipes made from the run's own, trained and resumed by `training.session`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from tilewright.compress.budget.compress_record import RUN_FILE, STAGES, Record
+from tilewright.compress.budget.compress_settings import DEFAULTS
 from tilewright.compress.budget.not_finite import stage_named
 from tilewright.compress.export.export_source import ExportSource
+from tilewright.compress.export.publish import publish
+from tilewright.compress.exports_file import read_exports, write_exports
+from tilewright.compress.prune.unit_kinds import Kind
 from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.edit import changed
-from tilewright.core.config.load import Loaded
+from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.config.sections.parallel import ParallelSection
@@ -17,9 +22,11 @@ from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.errors import CheckpointError, ConfigError, Problem
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
-from tilewright.models.distill.hidden import pairs_of
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.distill.hidden import TARGET_NAMES, pairs_of
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.components.export import write_beside
 from tilewright.training.session import train
 
 _WARMUP = 0.1
@@ -34,15 +41,69 @@ class OpenRun(Protocol):
     def __call__(self, run: Path, /) -> ExportSource: ...
 
 
-def write_model(source: ExportSource, model: Model, folder: Path) -> None:
-    """Write the folder of a stage's model in the Hugging Face layout, whole or not there.
+def check_source(source: ExportSource, kinds: Sequence[Kind]) -> None:
+    """Check that a run can be compressed in stages, before anything is measured.
+
+    Args:
+        source: the run or model.
+        kinds: of unit that may be cut.
+
+    Raises:
+        ConfigError: it is of a kind that is not compressed, or its settings do not go with such cuts.
+    """
+    recipe, config = source.recipe, source.model.config
+    if isinstance(config, DecoderConfig) and config.layers:
+        raise ConfigError(
+            "Layers of their own shapes are not cut",
+            got=f"{len(config.layers)} layers of {len(set(config.layers))} shapes (model.layers)",
+            need="a decoder whose layers are alike, or a Hugging Face model: a cut takes as much of each layer",
+            try_="tilewright search, which finds a smaller shape for each layer",
+            where=str(source.run),
+        )
+    taught = [name for name in TARGET_NAMES if getattr(recipe.distill, name)]
+    if taught and "layers" in kinds:
+        raise ConfigError(
+            "Recovery cannot learn by layers where layers are cut",
+            got=f"{' and '.join(f'distill.{name}' for name in taught)}, and layers among the units of --cut",
+            need="pairs of layers that are there whatever is cut: of fewer layers none keeps its number",
+            try_=f"--cut ffn,heads, or {' '.join(f'--distill.{name}={{}}' for name in taught)}",
+            where="--cut",
+        )
+    if recipe.model.task in DEFAULTS and not recipe.lora.rank and recipe.data.format != "preferences":
+        return
+    raise ConfigError(
+        "Runs of this kind are not compressed",
+        got=f'model.task = "{recipe.model.task}", lora.rank = {recipe.lora.rank}, data.format = "{recipe.data.format}"',
+        need="a causal language model without adapters, on text or conversations, or an image classifier",
+        try_=f"with adapters: tilewright merge {source.run} --out FOLDER, then tilewright compress FOLDER "
+        f"--data.source {recipe.data.source} --data.format {recipe.data.format}",
+        where=str(source.run),
+    )
+
+
+def write_model(source: ExportSource, model: Model, folder: Path, save: Callable[[Path], None] | None = None) -> None:
+    """Write the folder of a stage's model in the Hugging Face layout, whole or not there: with the run's tokenizer,
+    chat template and what ends an answer, which conversations of the stage are made with.
+
+    Args:
+        source: the run or model that is compressed.
+        model: what became of it.
+        folder: of both.
+        save: writes weights and shape; None: as the model does.
 
     Raises:
         CheckpointError: no layout holds the model, or the folder cannot be written.
+        DataError: files beside the loaded weights of the run that cannot be read.
     """
     if (folder / "config.json").is_file():
         return
-    model.save_hf(folder, extra=source.config_keys)
+
+    def write(partial: Path) -> None:
+        model.save_hf(partial, extra=source.config_keys) if save is None else save(partial)
+        if not source.reads_images:
+            write_beside(source.recipe, source.run, model, source.text_rules, partial)
+
+    publish(folder, write)
 
 
 def stage_recipe(
@@ -81,7 +142,7 @@ def stage_recipe(
         "checkpoint.save_last": True,
     }
     if not source.reads_images:
-        values["data.tokenizer"] = str((source.run / "tokenizer.json").resolve())
+        values["data.tokenizer"] = _tokenizer_of(source)
     if integers:
         rule = PrecisionRule.model_validate({"compute": integers})
         values["precision.rules"] = (*source.recipe.precision.rules, rule)
@@ -127,10 +188,9 @@ def run_stage(recipe: Recipe, source: ExportSource) -> Path:
     """
     if recipe.distill.teacher:
         _check_teacher(source)
-    sources = dict.fromkeys((item.path for item in setting_names.fields()), f"compress of {source.run.name}")
     folder = Path(recipe.run.dir) / recipe.run.name
     with stage_named(recipe.run.name):
-        result = train(Loaded(recipe, sources, recipe.run.name))
+        result = train(_loaded(recipe, source))
     if result.step < recipe.train.steps:
         raise CheckpointError(
             "Stage was stopped before its end",
@@ -147,9 +207,11 @@ def _check_teacher(source: ExportSource) -> None:
     if source.checkpoint == source.run:
         return
     store = CheckpointStore(source.run / "checkpoints")
-    paths = store.paths()
-    newest = paths[-1] if paths and paths[-1].name == source.checkpoint.name else store.newest_sound()[0]
-    store.close()
+    try:
+        paths = store.paths()
+        newest = paths[-1] if paths and paths[-1].name == source.checkpoint.name else store.newest_sound()[0]
+    finally:
+        store.close()
     if newest is None or newest.name != source.checkpoint.name:
         raise CheckpointError(
             "Run was trained further while it was compressed",
@@ -158,3 +220,76 @@ def _check_teacher(source: ExportSource) -> None:
             try_="tilewright compress of a copy of the run folder, or once the run has ended, with a new --out",
             where=str(source.run),
         )
+
+
+def _loaded(recipe: Recipe, source: ExportSource) -> Loaded:
+    sources = dict.fromkeys((item.path for item in setting_names.fields()), f"compress of {source.run.name}")
+    return Loaded(recipe, sources, recipe.run.name)
+
+
+def follow_moves(source: ExportSource, out: Path, record: Record) -> None:
+    """Follow moves of a run, its data or its stages: settings of each stage and paths of artefacts that name an old
+    place are changed. A copy of a folder of stages is independent of the first.
+
+    Args:
+        source: the run or model.
+        out: folder of the stages.
+        record: of the stages.
+
+    Raises:
+        CheckpointError: a file of a stage cannot be written.
+    """
+    home = out.resolve()
+    for row in record.get("artefacts", ()):
+        if row["path"]:
+            row["path"] = str(home / STAGES[1] / Path(row["path"]).name)
+    for file in sorted(out.glob(f"*/{RUN_FILE}")):
+        try:
+            recipe = load_recipe(file, environ={}).recipe
+        except ConfigError:  # cut short by a kill, in an earlier version: training writes it again
+            continue
+        if file.parent.is_symlink():
+            continue
+        old, exports = Path(recipe.run.dir), read_exports(file.parent)
+        now = changed(recipe, _places(recipe, source, old, home))
+        if now == recipe:
+            continue
+        try:
+            if exports is not None:
+                for row in exports["artefacts"]:
+                    row["path"] = row["path"] and _moved(row["path"], old, home)
+                write_exports(file.parent, exports)
+            write_run_toml(_loaded(now, source), file)
+        except OSError as error:
+            raise CheckpointError(
+                "Stage that was moved cannot be continued",
+                got=str(error),
+                need="room on the disk, and the right to write in its folder: it names where it was before",
+                try_="free space, and the same command again",
+                where=str(file.parent),
+            ) from error
+
+
+def _places(recipe: Recipe, source: ExportSource, old: Path, new: Path) -> dict[str, Any]:
+    """Settings of a stage that name places, as they are now."""
+    values: dict[str, Any] = {
+        "run.dir": str(new),
+        "model.path": _moved(recipe.model.path, old, new),
+        "data.source": source.recipe.data.source,
+        "data.eval_source": source.recipe.data.eval_source,
+        "data.cache_dir": source.recipe.data.cache_dir,
+    }
+    if recipe.distill.teacher:
+        values |= {
+            "distill.teacher": str(source.run.resolve()),
+            "distill.cache": _moved(recipe.distill.cache, old, new),
+        }
+    return values | ({} if source.reads_images else {"data.tokenizer": _tokenizer_of(source)})
+
+
+def _tokenizer_of(source: ExportSource) -> str:
+    return str((source.run / "tokenizer.json").resolve())
+
+
+def _moved(path: str, old: Path, new: Path) -> str:
+    return str(new / Path(path).relative_to(old)) if path and Path(path).is_relative_to(old) else path

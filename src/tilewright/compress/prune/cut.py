@@ -23,6 +23,8 @@ from tilewright.models.hf.load import load_hf
 _CLOSE = 256
 """Of the machine's epsilon: relative difference of losses that is rounding. A unit that is cut in the wrong place
 changes losses by a thousandth or more."""
+_SHORT = 16
+"""Positions of a short row, where a model knows so many."""
 _NEVER = -1e4
 """Bias of an expert that is never chosen: scores are between 0 and 1."""
 
@@ -152,7 +154,8 @@ def short_batch(model: Any) -> dict[str, Tensor]:
     if hasattr(model, "short_batch"):
         return model.short_batch()
     generator = torch.Generator().manual_seed(0)
-    ids_BS = torch.randint(model.config.vocab_size, (2, 17), generator=generator)
+    length = min(_SHORT, model.max_positions or _SHORT)
+    ids_BS = torch.randint(model.config.vocab_size, (2, length + 1), generator=generator)
     return {"input_ids": ids_BS[:, :-1].contiguous(), "labels": ids_BS[:, 1:].contiguous()}
 
 

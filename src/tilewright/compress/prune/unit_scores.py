@@ -19,9 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tilewright.compress.prune.cut import LayoutError
 from tilewright.compress.prune.unit_places import Place, Share, UnitGroup, stored
 from tilewright.compress.prune.unit_readers import Batch, find_readers, run_through
-from tilewright.core.errors import ConfigError, NumericsError
+from tilewright.core.errors import NumericsError
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.init import name_seed
 
@@ -42,7 +43,7 @@ def score(model: Any, units: UnitGroup, method: Method, batches: Sequence[Batch]
         seed: for random.
 
     Raises:
-        ConfigError: nothing reads these units through a linear layer, so that activation says nothing of them.
+        LayoutError: nothing reads these units through a linear layer, so that activation says nothing of them.
         NumericsError: a score is not finite.
     """
     if method in ("activation", "taylor") and not batches:
@@ -140,9 +141,9 @@ def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
     own = stored(model)
     readers = find_readers(model, units)
     if not readers or units.listed:
-        raise ConfigError(
+        raise LayoutError(
             f"Importance by activation is not known of {units.kind}",
-            got="no linear layer reads one unit of them as a channel of its input",
+            got="no linear layer reads one unit of them as a channel of its input; --importance l1 needs none",
             need="l1, taylor or random for this kind",
             try_="importance l1 (--importance l1)",
         )

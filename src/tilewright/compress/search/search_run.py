@@ -13,7 +13,7 @@ from typing import Any
 from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.compress.budget.compress_record import Record, asked_of, record_of, write_record
 from tilewright.compress.budget.held_out_rise import Batches, RowLosses, Say, row_losses_of
-from tilewright.compress.budget.stage_runs import OpenRun
+from tilewright.compress.budget.stage_runs import OpenRun, follow_moves
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.stored_codes import calibration
 from tilewright.compress.export_run import check_finite
@@ -348,6 +348,8 @@ class LayerSearch:
         asked = asked_of(self.source, weights_hash(self.model)) | {"measured": self.settings.measured()}
         need = "the same run or model, data, settings, --rows, --block-steps and --context"
         before = record_of(self.out, FILE, asked, STAGES, what="another search", need=need)
+        if before is not None:
+            follow_moves(self.source, self.out, before)
         empty: Record = {name: {} for name in ("library", "scores", "latency", "candidates")}
         new = asked | {"loss": self.whole.loss, "domains": self.whole.by_domain()} | empty
         return (before or new) | {"settings": self.settings.to_json(), "kept_whole": self.kept_whole()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,13 @@ import xxhash
 
 from tilewright.compress.budget.compress_record import Record
 from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_losses_of
-from tilewright.compress.budget.stage_runs import OpenRun, run_stage, stage_recipe
+from tilewright.compress.budget.stage_runs import OpenRun, run_stage, stage_recipe, write_model
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.search.choose_shapes import ChosenShape
 from tilewright.compress.search.library.assemble import assembled
 from tilewright.compress.search.library.layer_parts import PartPlace
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.models.decoder.hf_weights import save_decoder
-from tilewright.training.components.export import config_keys
 
 
 def shape_name(shape: ChosenShape, steps: int) -> str:
@@ -62,9 +62,7 @@ class ShapeTrainer:
         source, folder = self.source, self.out / "shapes" / name
         made = assembled(source.model, chosen, self.out / "blocks")
         before, _ = row_losses_of(made, self.batches).rise_over(self.whole)
-        if not (folder / "config.json").is_file():
-            keys = config_keys(source.recipe, source.tokenizer, source.text_rules)
-            save_decoder(made, folder, extra=keys, own_layout=True)
+        write_model(source, made, folder, partial(save_decoder, made, extra=source.config_keys, own_layout=True))
         recipe = stage_recipe(source, name, self.out, folder=folder, taught=True, steps=self.steps)
         run = run_stage(recipe, source)
         losses = row_losses_of(self.open_run(run).as_trained, self.batches)

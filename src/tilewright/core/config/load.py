@@ -15,6 +15,7 @@ import tomlkit
 from pydantic import ValidationError
 
 from tilewright.core import env
+from tilewright.core.atomic_io import write_whole
 from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.recipe import Recipe, TrainSection
@@ -111,8 +112,11 @@ def shipped_recipes() -> list[str]:
 
 
 def write_run_toml(loaded: Loaded, path: str | Path) -> None:
-    """Writes the loaded recipe resolved as run.toml, each value with a comment that names its source. It loads to the
-    same `Recipe`."""
+    """Writes the resolved recipe, each value with a comment that names its source. It loads to the same `Recipe`.
+
+    Raises:
+        OSError: it cannot be written; what was there still is.
+    """
     by_section: dict[str, list[str]] = {section: [] for section in setting_names.sections()}
     for setting, value in setting_names.flat(loaded.recipe.model_dump(mode="json")).items():
         section, _, name = setting.rpartition(".")
@@ -121,7 +125,7 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
     # A document of tomlkit's would look for the place of each line among those that it has: half of the time.
     tables = (f"\n[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in by_section.items())
     first = f"# Resolved recipe {loaded.name!r}; the comment of a value is where it came from.\n"
-    Path(path).write_text(first + "".join(tables), encoding="utf-8")
+    write_whole(Path(path), first + "".join(tables))
 
 
 def _follow_batch(merged: _Values) -> None:

@@ -9,12 +9,16 @@ Who writes what into the files is the matter of `record_files`, `checkpoint` and
 
 import fcntl
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from tilewright.core.atomic_io import write_whole
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.json_text import to_json
+
+LOCK = ".lock"
+"""In a folder, with the number of the process that had it last."""
 
 
 class RunFolder:
@@ -38,18 +42,19 @@ class RunFolder:
         self._lock: TextIO | None = None
         if follows:
             return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until close)
-        except OSError as error:
-            raise ConfigError(
+        self._lock = lock_folder(
+            self.path,
+            busy=Problem(
+                "Another process is training in this run folder",
+                need="one trainer per run folder",
+                try_="wait for it, or --run.name NEW",
+            ),
+            refused=Problem(
                 "Run folder cannot be written",
-                got=str(error),
                 need="a folder that this user may create files in",
                 try_="--run.dir FOLDER",
-                where=str(self.path),
-            ) from error
-        _lock_or_raise(self._lock, self.path)
+            ),
+        )
 
     def close(self) -> None:
         """Free the lock of the run's folder."""
@@ -71,12 +76,12 @@ class RunFolder:
         if self._lock is None:
             return
         try:
-            held, there = os.fstat(self._lock.fileno()), os.stat(self.path / ".lock")
+            held, there = os.fstat(self._lock.fileno()), os.stat(self.path / LOCK)
             if (held.st_dev, held.st_ino) == (there.st_dev, there.st_ino):
                 return
             got = "another folder in its place"
         except FileNotFoundError:
-            got = "no such folder any more" if not self.path.is_dir() else "the folder without its .lock"
+            got = "no such folder any more" if not self.path.is_dir() else f"the folder without its {LOCK}"
         raise ConfigError(
             "Run folder was deleted or moved while the run was under way",
             got=got,
@@ -134,21 +139,49 @@ def move_away(path: Path) -> Path | None:
     return target
 
 
-def _lock_or_raise(file: TextIO, path: Path) -> None:
-    """Lock a run's folder or raise: an advisory lock that the kernel drops when the process ends, however it ends."""
+def lock_folder(folder: Path, *, busy: Problem, refused: Problem) -> TextIO:
+    """Lock a folder against other processes; returns the file that holds the lock until it is closed, or the process
+    ends, however it ends.
+
+    Args:
+        folder: made where it is missing.
+        busy: of the error where another process has the lock; its "got" names the process, "where" the folder.
+        refused: of the error where the folder or the lock cannot be made; its "got" is what the system says.
+
+    Raises:
+        ConfigError: one of both.
+
+    Example:
+        >>> import tempfile
+        >>> other, full = Problem("Folder is in use"), Problem("Folder cannot be written")
+        >>> with tempfile.TemporaryDirectory() as name, lock_folder(Path(name), busy=other, refused=full):
+        ...     lock_folder(Path(name), busy=other, refused=full)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        tilewright.core.errors.ConfigError: Folder is in use
+          where  ...
+          got    process ... holds the lock
+    """
+    owner = ""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (held until close)
+        try:
+            _take(file)
+        except OSError:
+            file.seek(0)
+            owner = file.read().strip()
+            file.close()
+            raise
+    except BlockingIOError as error:
+        problem = replace(busy, got=f"process {owner or 'unknown'} holds the lock", where=str(folder))
+        raise ConfigError.from_problems([problem]) from error
     except OSError as error:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
-        raise ConfigError(
-            "Another process is training in this run folder",
-            got=f"process {owner} holds the lock",
-            need="one trainer a run folder",
-            try_="wait for it, or --run.name NEW",
-            where=str(path),
-        ) from error
+        raise ConfigError.from_problems([replace(refused, got=str(error), where=str(folder))]) from error
+    return file
+
+
+def _take(file: TextIO) -> None:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     file.seek(0)
     file.truncate()
     file.write(f"{os.getpid()}\n")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.commands.outputs.stage_commands import folder_beside, say_aside, write_page
+from tilewright.cli.commands.outputs.stage_commands import alone_in, folder_beside, page_behind, say_aside, write_page
 from tilewright.cli.common import (
     LATEST,
     FiniteRange,
@@ -102,18 +102,13 @@ def compress(
     limits = ConsumerLimits.of_this_machine(time_limit)
     source = open_to_compress(run, overrides(ctx))
     out = out or folder_beside(run, "compressed")
-    compression = Compression(source, settings, out, open_to_export, say_aside, limits)
-    if dry_run:
-        plans = compression.plan()
-        if as_json:
-            print_json(compression.record)
-        else:
-            _show_plans(compression, plans)
-        return
-    try:
-        compression.run()
-    finally:
-        _write_page(compression, out)
+    with alone_in(out):
+        compression = Compression(source, settings, out, open_to_export, say_aside, limits)
+        if dry_run:
+            _show_plans(compression, compression.plan(), as_json)
+            return
+        with page_behind(lambda: _write_page(compression, out)):
+            compression.run()
     if as_json:
         print_json(compression.record)
         return
@@ -129,7 +124,10 @@ def _task_of(name: str) -> str:
     return load_recipe(find_run(name) / "run.toml", environ={}).recipe.model.task if is_run(name) else "causal_lm"
 
 
-def _show_plans(compression: "Compression", plans: "list[CutPlan]") -> None:
+def _show_plans(compression: "Compression", plans: "list[CutPlan]", as_json: bool) -> None:
+    if as_json:
+        print_json(compression.record)
+        return
     from tilewright.compress.budget.budget_rise import error_in_words
     from tilewright.compress.budget.stage_seconds import in_hours
     from tilewright.core.units import format_bytes, format_seconds

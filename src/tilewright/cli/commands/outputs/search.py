@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.commands.outputs.stage_commands import folder_beside, say_aside, write_page
+from tilewright.cli.commands.outputs.stage_commands import alone_in, folder_beside, page_behind, say_aside, write_page
 from tilewright.cli.common import (
     LATEST,
     RecipeCommand,
@@ -63,14 +63,13 @@ def search(ctx: click.Context, run: str, out: Path | None, dry_run: bool, as_jso
 
     source = open_to_compress(run, overrides(ctx))
     out = out or folder_beside(run, "searched")
-    found = LayerSearch(source, settings, out, open_to_export, say_aside)
-    if dry_run:
-        _show_choices(found, as_json)
+    if dry_run:  # which writes nothing
+        _show_choices(LayerSearch(source, settings, out, open_to_export, say_aside), as_json)
         return
-    try:
-        found.run()
-    finally:
-        _write_page(found, out)
+    with alone_in(out):
+        found = LayerSearch(source, settings, out, open_to_export, say_aside)
+        with page_behind(lambda: _write_page(found, out)):
+            found.run()
     if as_json:
         print_json(found.record)
         return

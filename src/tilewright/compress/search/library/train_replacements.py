@@ -182,7 +182,7 @@ def save_part(part: Block, folder: Path, key: str) -> None:
         save_file({name: tensor.contiguous() for name, tensor in part.state_dict().items()}, partial)
         fsync_path(partial)
         os.replace(partial, final)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors: of its own writes
         raise CheckpointError(
             "Replacement of a layer cannot be written",
             got=str(error),
