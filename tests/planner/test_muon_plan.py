@@ -70,7 +70,8 @@ def test_states_of_a_foreign_model(tmp_path):
 )
 def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape, candidate):
     """Measured with torch's profiler of memory, which sees each allocation. Bound: the chunks that rounding works on,
-    2^18 elements of at most 44 bytes, are not counted, nor are the GEMMs' own buffers."""
+    2^18 elements of at most 44 bytes, are not counted, nor are the GEMMs' own buffers: with AMX oneDNN reorders an
+    operand of each, a square of the smaller side."""
     options = {"master" if name == "master_weights" else name: value for name, value in STORAGE[storage].items()}
     dtype = torch.bfloat16 if "master" in options else torch.float32
     param = nn.Parameter(normal(*shape).to(dtype))
@@ -95,7 +96,8 @@ def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape, candidate):
         options.get("moments", "fp32"), options.get("master", "fp32"), multiplied=BYTES[operand_format(bare, candidate)]
     )
     chunks = 0 if storage == "fp32" else 44 * 2**18
-    assert most <= planned + chunks + 2**18, f"{most:,} bytes, planned {planned:,.0f}"
+    buffers = 2**18 + (2 * min(shape[-2:]) ** 2 if candidate == "native" else 0)
+    assert most <= planned + chunks + buffers, f"{most:,} bytes, planned {planned:,.0f}"
     assert planned <= most + 2**16, f"{most:,} bytes, planned {planned:,.0f}"
 
 

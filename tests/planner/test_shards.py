@@ -321,7 +321,7 @@ def test_fp8_codes_are_not_kept_of_parts():
 @pytest.fixture(autouse=True)
 def _rates(monkeypatch):
     monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
-    rates = {"gather": 1e9, "scatter": 1e9, "reduce": 1e9}
+    rates = {"gather": 1e9, "scatter": 1e9, "reduce": 1e9, "exchange": 1e9}
     monkeypatch.setattr("tilewright.planner.machine.rank_link.measure", lambda ranks, progress=None: rates)
 
 

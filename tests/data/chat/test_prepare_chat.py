@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import random
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -360,6 +361,16 @@ def test_fields_that_a_table_fills_up_are_not_there(tmp_path, kind):
         assert table.summary[name] == plain.summary[name]
 
 
+@pytest.fixture
+def shallow():
+    """Python's own limit of recursion: a compilation of torch's doubles it for the whole process."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("shallow")
 def test_rows_of_brackets_in_brackets_are_set_aside(model, tmp_path):
     """What JSON can hold and a recursive walk cannot."""
     nested: list = []
