@@ -2,9 +2,9 @@
 
 For each seed the recipe `cpu_10m` is trained and searched; the found shape is trained from scratch on as many
 tokens, and so are six designs or more whose layers are alike, of as many FLOPs per token: width, depth and heads for
-keys and values are varied, and the FFN takes what is left. Beside the best of these: held-out loss, and latency of a
-cached token behind 512 others in tilewright's own runtime. `benchmarks.compress.search_predictions` holds the search to
-what it predicts.
+keys and values are varied, in one also a window, and the FFN takes what is left. Beside the best of these: held-out
+loss, and latency of a cached token behind 512 others in tilewright's own runtime.
+`benchmarks.compress.search_predictions` holds the search to what it predicts.
 
 Each training is kept when it ends, and the same command continues in its folder. Latency is measured when all are
 trained: all decoders of a seed in one process, in turns, so that a ratio is of two calls that follow each other.
@@ -47,9 +47,9 @@ CONTEXT, LEAST = 512, 6
 Row = dict[str, Any]
 DESIGNS = (
     (320, 6, 5, 5), (320, 6, 5, 1), (384, 4, 6, 6), (384, 5, 6, 2), (256, 8, 4, 4), (256, 10, 4, 1), (448, 3, 7, 7),
-    (320, 5, 5, 5), (320, 8, 5, 1),
+    (448, 3, 7, 7, 32),
 )  # fmt: skip
-"""Width, layers, query and key/value heads."""
+"""Width, layers, query and key/value heads, and a window of all layers: what a window alone gives."""
 NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 _WIDTH = 32
 """FFN widths are multiples of this."""
@@ -142,9 +142,9 @@ class Study:
 
     def uniform(self, design: tuple[int, ...], flops: float) -> dict[str, Any]:
         """A design whose layers are alike, trained from scratch; {} where it has no room for an FFN."""
-        dim, layers, heads, groups = design
+        dim, layers, heads, groups, window = (*design, 0)[:5]
         vocab = self.source.tokenizer.vocab_size
-        shape = {"dim": dim, "num_layers": layers, "num_heads": heads, "num_kv_heads": groups}
+        shape = {"dim": dim, "num_layers": layers, "num_heads": heads, "num_kv_heads": groups, "sliding_window": window}
         width = ffn_width(DecoderConfig.of(vocab_size=vocab, ffn_dim=_WIDTH, **shape), flops)
         if width < _WIDTH:
             return {}
