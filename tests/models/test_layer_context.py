@@ -137,4 +137,4 @@ def test_a_model_whose_layers_read_objects_is_kept_whole():
 
     model.net.model.forward = with_object
     assert not isinstance(layered(model), HFLayers)
-    assert "made anew for each batch" in model.notes[-1]
+    assert "another one for each batch" in model.notes[-1]

@@ -47,7 +47,7 @@ def test_a_process_that_is_stopped_is_named_and_so_is_that_it_goes_on(other, tmp
         wait_for(lines, f"last seen in step 7, forward (process {other.pid}")
         assert lines[0].startswith("rank 1 has given no sign of life for")
         os.kill(other.pid, signal.SIGCONT)
-        wait_for(lines, "rank 1 goes on, in step 7, forward")
+        wait_for(lines, "rank 1 resumed, in step 7, forward")
     assert len(lines) == 2
 
 
@@ -104,10 +104,10 @@ def test_who_is_behind_holds_the_others_up(three):
         assert three.watch.look(float(now)) == []
     three.live(0, 1, 2)
     (line,) = three.watch.look(20.0)
-    assert line.startswith("rank 1 holds the others up: for 20 s in step 5, forward, others are in step 5, backward")
+    assert line.startswith("rank 1 is the straggler: 20 s in step 5, forward, others are in step 5, backward")
     assert three.watch.look(21.0) == []
     three.beats[1].phase("backward")
-    assert three.watch.look(22.0) == ["rank 1 goes on, in step 5, backward"]
+    assert three.watch.look(22.0) == ["rank 1 resumed, in step 5, backward"]
 
 
 def test_all_in_one_phase_is_nobody_s_fault(three):

@@ -1,4 +1,4 @@
-"""Who holds the others up for too long: judged from records, with a clock of the test's own."""
+"""Stragglers: judged from records, with a clock of the test's own."""
 
 import subprocess
 import sys

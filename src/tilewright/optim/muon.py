@@ -180,7 +180,7 @@ class Muon(DeepSeekAdam):
 
 
 def _check_matrix(param: Tensor, stacks: bool) -> None:
-    """Check a matrix for Muon: raise where there is no update of it.
+    """Check a matrix for Muon: raise where Muon cannot update it.
 
     Args:
         param: in a group of Muon's.

@@ -267,7 +267,7 @@ def _score(answer: list[int], log_probs_SV: torch.Tensor) -> tuple[float, bool]:
 
 
 def _similar(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
-    """Similar prompts for lm_eval's model: sorted ones in parts of similar lengths."""
+    """Similar prompts for lm_eval's model: groups of similar lengths, from sorted ones."""
     parts: list[list[list[int]]] = []
     for ids in prompts:
         if parts and len(parts[-1][0]) - len(ids) <= _SPREAD:

@@ -87,8 +87,8 @@ def find_model(name: str, *, weights: bool = True, endpoint: str | None = None, 
 
 
 def local_folder(name: str) -> str:
-    """Resolve without the hub: the folder of a model that stands in a recipe, where the run has found it before:
-    nothing is asked for its sake.
+    """Resolve without the hub: the folder of a model that stands in a recipe, where the run has found it before.
+    It makes no network request.
 
     Args:
         name: a folder, or a hub's name; "" stays "".

@@ -232,12 +232,12 @@ def _cut(model: HFModel) -> HFLayers:
 
 
 def _check_called_alike(view: HFLayers, batch: Mapping[str, Tensor]) -> None:
-    """Check a layerwise Hugging Face model: raise where layers are called with objects that are made anew for each
-    batch: only tensors may be."""
+    """Check a layerwise Hugging Face model: raise where layers are called with another object for each batch: only
+    tensors may change."""
     view.context(batch)
     view.context(batch)
     if len(view.calls) > 1:
-        raise NotSliceableError("its layers read an object that is made anew for each batch and is no tensor")
+        raise NotSliceableError("its layers read an object that is another one for each batch and is no tensor")
 
 
 def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> None:

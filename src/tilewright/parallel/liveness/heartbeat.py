@@ -3,7 +3,7 @@
     beat = Heartbeat(folder, rank=1)      # a thread counts, once a second, for as long as this process can run
     beat.at(12, "forward")                # where it is, readable at once, and after a kill -9 too
     beat.waits()                          # its part is done: from here on it waits for the others
-    for line in Watch(folder, 4, 0).look(now): ...   # who is silent, or holds the others up
+    for line in Watch(folder, 4, 0).look(now): ...   # who is silent, or the straggler
 
 Files, because they outlive the process and its store, and ranks of several machines share the run folder anyhow. A
 record is mapped into memory: writing one costs microseconds. Clocks of machines are never compared: a reader counts the
@@ -33,7 +33,7 @@ BEAT_S = 1.0
 SILENT_S = 10.0
 """Without a beat for so long, a process is stopped, dead or cut off."""
 LAG_S = 20.0
-"""In one phase for so long while another rank is further, a rank holds the others up."""
+"""In one phase for so long while another rank is further, a rank is the straggler."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Heartbeat:
             self._set(waiting=True)
 
     def waits(self) -> None:
-        """Heartbeat of a rank that waits: its part of the phase is done. Whoever does not come here holds the others
-        up."""
+        """Heartbeat of a rank that waits: its part of the phase is done. A rank that does not come here becomes the
+        straggler."""
         with self._lock:
             self._set(moves=self._record.moves + 1, waiting=True)
 
@@ -278,7 +278,7 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, now: float) -> list[str]:
-        """Watch heartbeats: news of other ranks: one that is silent, holds the others up, or continues again.
+        """Watch heartbeats: news of other ranks: one that is silent, is the straggler, or has resumed.
 
         Args:
             now: seconds of a clock that never goes back.
@@ -311,7 +311,7 @@ class Watch:
                 yield f"rank {rank} {quiet}, last seen in {seen.record.where} ({seen.record.process})"
             elif rank not in silent and seen.told == "silent":
                 seen.told = ""
-                yield f"rank {rank} goes on, in {seen.record.where}"
+                yield f"rank {rank} resumed, in {seen.record.where}"
 
     def _lag(self, silent: set[int], now: float) -> Iterator[str]:
         running = {rank: seen for rank, seen in self._seen.items() if rank not in silent and not seen.record.end}
@@ -324,11 +324,11 @@ class Watch:
             behind = place[rank] == last < first and now - seen.moved_at >= self._lag_s
             if behind and seen.told != "behind":
                 seen.told = "behind"
-                held = f"holds the others up: for {now - seen.moved_at:.0f} s in {seen.record.where}"
+                held = f"is the straggler: {now - seen.moved_at:.0f} s in {seen.record.where}"
                 yield f"rank {rank} {held}, others are in {ahead} ({seen.record.process})"
             elif not behind and seen.told == "behind":
                 seen.told = ""
-                yield f"rank {rank} goes on, in {seen.record.where}"
+                yield f"rank {rank} resumed, in {seen.record.where}"
 
 
 @contextlib.contextmanager

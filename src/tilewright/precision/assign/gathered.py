@@ -127,7 +127,7 @@ def settle(model: nn.Module, sites: Decisions) -> None:
 
 
 def _gather_as(param: Any, dtype: torch.dtype | None) -> None:
-    """Gather a parameter in another dtype: let one that is in parts be put together in another dtype, None for its own;
+    """Gather a parameter in another dtype: a sharded one is gathered in this dtype, None for its own;
     its gradient is FP32."""
     if dtype == param.param_dtype:
         return

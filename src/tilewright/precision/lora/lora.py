@@ -239,7 +239,7 @@ def _whole(param: Tensor) -> Tensor:
 
 
 def _as_part(part: Tensor, like: Tensor) -> Tensor:
-    """For LoRA, the part of a tensor that this rank holds where another is in parts; itself where that one is whole."""
+    """Shard of a tensor of LoRA that this rank holds, where `like` is sharded; the tensor itself where it is whole."""
     return sharded_like(part, like.shape, like) if isinstance(like, DTensor) else part
 
 

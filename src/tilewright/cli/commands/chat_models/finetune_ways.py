@@ -120,7 +120,7 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest) -> 
 def _best(way: Way, planning: "_Planning") -> Way:
     """Best of the ways to fine-tune: the fastest of what a table may offer: the recipe as `train` plans it, with
     settings that are faster, and where it does not fit as it stands with optimizer states and clipping that take less,
-    if nobody wrote these down. What changes what is learned has to gain as much over the fastest without.
+    if the user has not set these. What changes what is learned has to gain as much over the fastest without.
 
     Args:
         way: as `train` plans it.

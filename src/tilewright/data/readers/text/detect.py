@@ -99,7 +99,7 @@ _CERTAIN = 0.95
 
 
 def codec_of(label: str) -> str:
-    """To detect an encoding, the codec that a declared label means; "" for one that is no encoding of text.
+    """To detect an encoding, the codec that a declared label means; "" for a label of anything but a text encoding.
 
     Example:
         >>> [codec_of(label) for label in ("ISO-8859-1", "Shift_JIS", "koi8-r", "unicode_escape", "utf8")]
