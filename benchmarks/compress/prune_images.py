@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import write_result
 from benchmarks.compress.prune_stages import Study
 from tilewright.compress.budget.held_out_rise import parameters, row_losses_of
-from tilewright.compress.prune.norms import estimate_norms
+from tilewright.compress.prune.batch_norms import estimate_norms
 from tilewright.compress.prune.prune import prune
 
 CLAIM = "a ResNet has a quarter of its parameters within 0.8 points of held-out images, digits and glyphs"

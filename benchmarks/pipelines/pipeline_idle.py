@@ -35,8 +35,8 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.pipeline.assignment import Room
 from tilewright.parallel.pipeline.balance.assign import RowShape, WeighedDocuments, choose
 from tilewright.parallel.pipeline.balance.balancer import Balanced
-from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork
-from tilewright.parallel.pipeline.balance.fit import CostFit, StageSeconds
+from tilewright.parallel.pipeline.balance.cost_model import CostModel, StageWork
+from tilewright.parallel.pipeline.balance.fit_costs import CostFit, StageSeconds
 from tilewright.parallel.pipeline.balance.passes import PassClock
 from tilewright.parallel.pipeline.balance.replay import Pass, beside_s, idle_time
 from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split

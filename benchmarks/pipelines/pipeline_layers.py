@@ -48,8 +48,8 @@ from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.assignment import Room
 from tilewright.parallel.pipeline.balance.assign import RowShape
 from tilewright.parallel.pipeline.balance.balancer import Balanced
-from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork, names_of
-from tilewright.parallel.pipeline.balance.fit import CostFit, StageSeconds
+from tilewright.parallel.pipeline.balance.cost_model import CostModel, StageWork, names_of
+from tilewright.parallel.pipeline.balance.fit_costs import CostFit, StageSeconds
 from tilewright.parallel.pipeline.balance.passes import PassClock
 from tilewright.parallel.pipeline.balance.replay import Pass, busy_s, idle_time, replayed, span_s
 from tilewright.parallel.pipeline.rank_passes import PipelineSteps

@@ -41,7 +41,7 @@ from tilewright.planner.simulate.mesh.mesh_model import MeshModel
 from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
 from tilewright.planner.simulate.mesh.rank_memory import rank_memory
 from tilewright.planner.trace.fake_model import to_fake
-from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.assign.conversion_plan import decide_all
 from tilewright.precision.assign.gathered import settle
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy

@@ -1,9 +1,9 @@
 """Tokens of `tilewright serve` with one client against eight: how much of a pass eight answers share.
 
 A model whose decoding is bound by its weights (150 million parameters in FP32, 0.6 GB, far more than the caches) draws
-answers through `serving.batch.Batch`, as the server's worker does: one at a time, and eight side by side. Runs of both
-kinds alternate in one process. Counted are tokens per second of the clock and of the processor. A third kind is one
-answer with a seed, whose passes have the width of eight.
+answers through `serving.answer_batch.Batch`, as the server's worker does: one at a time, and eight side by side. Runs
+of both kinds alternate in one process. Counted are tokens per second of the clock and of the processor. A third kind is
+one answer with a seed, whose passes have the width of eight.
 
     python -m benchmarks.serving.serve_batch
 """
@@ -20,7 +20,7 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.sampling import Sampling
-from tilewright.serving.batch import Batch
+from tilewright.serving.answer_batch import Batch
 from tilewright.serving.next_token import AnswerSettings
 from tilewright.serving.session import Session
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tilewright.core.errors import ConfigError
 from tilewright.data.mixing.fixed_weights import Schedule, Static, Temperature
-from tilewright.data.mixing.guard import PplGuard, overfitted
 from tilewright.data.mixing.learned_weights import Aioli, Exp3
+from tilewright.data.mixing.loss_guard import PplGuard, overfitted
 from tilewright.data.mixing.mixer import Mixer
 from tilewright.data.mixing.mixing_policy import DomainSeen, MixDecision, MixEvaluation, shares
 from tilewright.data.mixing.weight_limits import MixLimits
@@ -347,8 +347,7 @@ def test_a_domain_without_held_out_text_keeps_its_base():
 
 
 def test_policies_need_no_torch():
-    code = (
-        "import sys, tilewright.data.mixing.mixer, tilewright.data.mixing.learned_weights, tilewright.data.mixing.guard"
-    )
+    modules = ", ".join(f"tilewright.data.mixing.{name}" for name in ("mixer", "learned_weights", "loss_guard"))
+    code = f"import sys, {modules}"
     done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], timeout=120, check=False)
     assert done.returncode == 0

@@ -9,8 +9,8 @@ import pytest
 from tests.cover import some
 from tests.data.test_stream import make, steps
 from tilewright.data.common.hashing import hash64
-from tilewright.data.mixing.guard import PplGuard
 from tilewright.data.mixing.learned_weights import Aioli, Exp3
+from tilewright.data.mixing.loss_guard import PplGuard
 from tilewright.data.mixing.mixer import Mixer
 from tilewright.data.mixing.mixing_policy import DomainSeen, MixEvaluation, shares
 from tilewright.data.mixing.weight_limits import MixLimits

@@ -8,7 +8,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.data import MixingSection, MixingStage
 from tilewright.core.config.unused import without_effect
 from tilewright.core.errors import ConfigError
-from tilewright.data.mixing.choose import mixer_of
+from tilewright.data.mixing.choose_mixer import mixer_of
 from tilewright.data.mixing.mixing_policy import DomainSeen, MixEvaluation, shares
 
 BASE = {"code": 3.0, "docs": 2.0, "mail": 1.0}

@@ -21,9 +21,9 @@ from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.integrations.lm_eval.guard import contained
 from tilewright.integrations.lm_eval.model import TilewrightLM
-from tilewright.integrations.lm_eval.run import run_tasks
-from tilewright.integrations.lm_eval.tasks import TaskSet
-from tilewright.integrations.lm_eval.text import TextCodec
+from tilewright.integrations.lm_eval.run_tasks import run_tasks
+from tilewright.integrations.lm_eval.task_set import TaskSet
+from tilewright.integrations.lm_eval.text_codec import TextCodec
 from tilewright.models.build import build_model
 from tilewright.training.runlog.task_scores import RUN
 

@@ -218,7 +218,7 @@ def test_inspect_says_what_is_missing_or_broken(data, tmp_path, capsys):
 
 def test_a_strict_run_stops_at_the_first_step_that_fell_back(data, tmp_path, monkeypatch):
     """The conversion is reported that this machine has an FP8 unit; the kernels that run have none."""
-    monkeypatch.setattr("tilewright.precision.assign.decide.why_emulated", lambda form, machine: "")
+    monkeypatch.setattr("tilewright.precision.assign.conversion_plan.why_emulated", lambda form, machine: "")
     recipe = {"model__dim": 128, "precision__mode": "fp8_tile", "precision__strict": "true"}
     with pytest.raises(HardwareError, match=r"precision\.strict is set"):
         train(tiny(data, tmp_path, run__name="strict", **recipe))

@@ -385,7 +385,7 @@ def test_needs_loss_scaling():
 
 def switches(model: nn.Module, policy: Policy) -> list[str]:
     """What the report says about torch's process-wide switches."""
-    from tilewright.precision.assign.decide import decide_all
+    from tilewright.precision.assign.conversion_plan import decide_all
 
     return list(decide_all(model, policy).report.notes)
 

@@ -24,7 +24,7 @@ from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.gemms import LinearGemm, matmuls_of
 from tilewright.planner.model.operand_bytes import OperandBytes
-from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.assign.conversion_plan import decide_all
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.audit import Audit
 from tilewright.precision.float8.experts import ExpertRunner

@@ -18,7 +18,7 @@ from tilewright.precision.policy.policy import Policy, Rule
 @pytest.fixture(autouse=True)
 def a_machine_with_a_unit_for_fp8(monkeypatch):
     machine = replace(detect_machine("cpu"), capability=(9, 0))
-    monkeypatch.setattr("tilewright.precision.assign.decide.detect_machine", lambda _: machine)
+    monkeypatch.setattr("tilewright.precision.assign.conversion_plan.detect_machine", lambda _: machine)
 
 
 class Own(nn.Module):

@@ -13,8 +13,8 @@ import uvicorn
 
 from tests.cli.tuned import make_model
 from tilewright.cli.open_model import open_model
-from tilewright.serving.app import Limits, Server
-from tilewright.serving.batch import Batch
+from tilewright.serving.answer_batch import Batch
+from tilewright.serving.http_server import Limits, Server
 from tilewright.serving.server_process import bind, server_config
 from tilewright.serving.session import Session
 from tilewright.serving.worker import Draws, Worker

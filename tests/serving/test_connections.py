@@ -7,8 +7,8 @@ import pytest
 
 from tests.serving.served import NAME, make_batch, make_session, post, serving
 from tilewright.core.web_origin import own_names, why_not
-from tilewright.serving.app import Server
 from tilewright.serving.connections import TimedConnection
+from tilewright.serving.http_server import Server
 from tilewright.serving.server_process import server_config
 
 BODY = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -135,7 +135,7 @@ def test_cors_by_choice(session):
     """The browser's question beforehand is answered for pages that are allowed, and for no other."""
     from starlette.testclient import TestClient
 
-    from tilewright.serving.app import Limits
+    from tilewright.serving.http_server import Limits
     from tilewright.serving.worker import Worker
 
     asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}

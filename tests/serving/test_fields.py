@@ -7,7 +7,7 @@ import pytest
 
 from tests.serving.served import NAME, make_session, post, serving
 from tilewright.models.sampling import Sampling
-from tilewright.serving.app import Limits
+from tilewright.serving.http_server import Limits
 from tilewright.serving.next_token import AnswerSettings
 
 openai = pytest.importorskip("openai")

@@ -17,8 +17,8 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.serving.api.tool_calls import CallParser
-from tilewright.serving.app import Limits
 from tilewright.serving.grammar import Grammars
+from tilewright.serving.http_server import Limits
 from tilewright.serving.next_token import AnswerSettings
 from tilewright.serving.session import Session
 

@@ -17,7 +17,7 @@ from tests.cli.tuned import make_model
 from tests.draws import examples
 from tests.serving.bodies import bodies
 from tests.serving.served import make_session, serving
-from tilewright.serving.app import Limits
+from tilewright.serving.http_server import Limits
 
 CHAT = "/v1/chat/completions"
 ALLOWED = {200, 400, 404, 408, 413, 415, 429}

@@ -10,7 +10,7 @@ import pytest
 from tests.serving.served import NAME, make_batch, make_session, post, serving
 from tilewright.models.sampling import Sampling
 from tilewright.serving.answer import AnswerPiece
-from tilewright.serving.app import Limits
+from tilewright.serving.http_server import Limits
 from tilewright.serving.next_token import AnswerSettings
 
 openai = pytest.importorskip("openai")

@@ -37,7 +37,7 @@ def evaluate_tasks(name: str, options: TaskOptions, as_json: bool) -> None:
 
     Raises:
         HardwareError: the harness is not installed.
-        ConfigError, DataError: a task cannot be evaluated, see `integrations.lm_eval.tasks`; or see `open_model`.
+        ConfigError, DataError: a task cannot be evaluated, see `integrations.lm_eval.task_set`; or see `open_model`.
         CheckpointError: see `open_model`.
     """
     _require_harness()
@@ -62,8 +62,8 @@ def evaluate_tasks(name: str, options: TaskOptions, as_json: bool) -> None:
 def _scores(name: str, options: TaskOptions) -> "tuple[list[TaskScore], list[str]]":
     say("loading lm-evaluation-harness and its tasks ...", error=True)
     from tilewright.cli.open_model import OpenModel, open_model
-    from tilewright.integrations.lm_eval.run import run_tasks
-    from tilewright.integrations.lm_eval.tasks import TaskSet
+    from tilewright.integrations.lm_eval.run_tasks import run_tasks
+    from tilewright.integrations.lm_eval.task_set import TaskSet
     from tilewright.training.runlog.task_scores import BASE, RUN
 
     tasks = TaskSet(options.tasks, options.include_path, options.num_fewshot)
@@ -117,7 +117,7 @@ def _chat(opened: "OpenModel", name: str) -> "ChatTemplate":
 def _adapter(opened: "OpenModel", chat: "ChatTemplate | None", options: TaskOptions) -> "TilewrightLM":
     from tilewright.data.chat.template import stops_of
     from tilewright.integrations.lm_eval.model import TilewrightLM
-    from tilewright.integrations.lm_eval.text import TextCodec
+    from tilewright.integrations.lm_eval.text_codec import TextCodec
 
     return TilewrightLM(
         opened.model,

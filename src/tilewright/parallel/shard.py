@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.inside.experts.rank_experts import expert_meshes
-from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.assign.conversion_plan import decide_all
 from tilewright.precision.assign.gathered import AsRead, param_groups, settle
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)

@@ -24,7 +24,7 @@ from tilewright.ops.attention import ATTENTION, IN_CPP
 from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.base.dispatch import Case, choose
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.assign.decide import (
+from tilewright.precision.assign.conversion_plan import (
     ConversionPlan,
     check_no_fallbacks,
     check_rules_kept,

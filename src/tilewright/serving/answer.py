@@ -24,21 +24,21 @@ class AnswerPiece:
 
 
 class AnswerStream:
-    """One answer, drawn token by token by whoever has the model's logits: `serving.batch`, or itself as an iterator.
+    """One answer, drawn token by token from logits that `serving.answer_batch` or its own iterator computes.
 
     `finish_reason` is "stop" (an end of turn, or a stop string) or "length", and None before the end.
 
     Args:
-        rows: the model, for an answer that is drawn by itself.
-        ids: of the prompt.
-        text: takes the tokens.
-        settings: how they are drawn.
-        stop: texts that end it.
+        rows: the row of this answer in the model's batch.
+        ids: token ids of the prompt.
+        text: turns tokens into text.
+        settings: temperature and limits of the draws.
+        stop: texts that end the answer.
         turn_stop: texts that end a turn.
-        gate: tells its thoughts, in which `stop` ends nothing: who asks means the answer; None: it has none.
-        stop_ids: tokens that end it.
-        max_tokens: of it.
-        constraint: what may be drawn; None: everything.
+        gate: separates thoughts from the answer; `stop` is not looked for in thoughts. None: no thoughts.
+        stop_ids: tokens that end the answer.
+        max_tokens: most tokens of the answer.
+        constraint: which tokens may be drawn; None: all.
     """
 
     def __init__(

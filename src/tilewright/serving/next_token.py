@@ -44,11 +44,11 @@ class AnswerSettings:
         max_tokens: at most this many.
         sampling: temperature, top_k, top_p, min_p.
         stop: texts that end the answer and are not part of it.
-        seed: the same gives the same tokens; None draws anew each time.
+        seed: the same seed gives the same tokens; None draws others each time.
         frequency_penalty: taken from a token's logit for each time that it is in the answer already.
         presence_penalty: taken once where it is in the answer already.
         logit_bias: added to logits, by id.
-        top_logprobs: how many likeliest tokens are told with each one; None: no log-probabilities at all.
+        top_logprobs: number of likeliest tokens reported with each token; None: no log-probabilities at all.
     """
 
     max_tokens: int = 512

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.compress.prune.models import drawn
 from tests.models.shapes import KERNELS
-from tilewright.compress.prune.cut import cut, difference, limit
+from tilewright.compress.prune.cut_model import cut, difference, limit
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.tensors_of_units import find_units
 from tilewright.compress.prune.unit_scores import METHODS

@@ -10,7 +10,7 @@ from tests.draws import examples
 from tests.models.shapes import KERNELS
 from tilewright.compress.budget.held_out_rise import row_losses_of, seconds_beside
 from tilewright.compress.budget.sensitivity import sensitivities
-from tilewright.compress.prune.cut import LayoutError
+from tilewright.compress.prune.cut_model import LayoutError
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.tensors_of_units import parameters_left
 from tilewright.core.errors import ConfigError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.compress.prune.models import batch_of, foreign, ours
-from tests.compress.prune.test_cut import difference_of_losses
+from tests.compress.prune.test_cut_model import difference_of_losses
 from tilewright.compress.prune.prune import best, left, prune
 from tilewright.compress.prune.tensors_of_units import find_units
 from tilewright.compress.prune.unit_scores import METHODS, score

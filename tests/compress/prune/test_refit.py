@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from tests.compress.prune.models import batch_of, foreign, ours
 from tests.compress.prune.test_channels import images, resnet, silence
-from tilewright.compress.prune.cut import cut, losses_of
-from tilewright.compress.prune.norms import estimate_norms
+from tilewright.compress.prune.batch_norms import estimate_norms
+from tilewright.compress.prune.cut_model import cut, losses_of
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.refit import _NEAR, refit
 from tilewright.compress.prune.tensors_of_units import find_units

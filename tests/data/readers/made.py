@@ -20,7 +20,7 @@ from PIL import Image
 
 from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
-from tilewright.data.readers.open import read_file
+from tilewright.data.readers.read_file import read_file
 
 TEXT = "The quick brown fox jumps over the lazy dog.\nA second line: café, naïve, 東京.\n"
 LIMITS, OPTIONS = ReadLimits(), ReadOptions()

@@ -18,8 +18,8 @@ from tests.data.build.corpora import build, digest, settings
 from tests.data.readers.made import LIMITS, OPTIONS
 from tilewright.core.errors import TilewrightError
 from tilewright.data.common.records import Rejected
-from tilewright.data.readers.open import read_file
-from tilewright.data.readers.worker import parser_process
+from tilewright.data.readers.parser_process import parser_process
+from tilewright.data.readers.read_file import read_file
 
 LIMIT = {"files": resource.RLIMIT_NOFILE, "bytes": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 

@@ -114,7 +114,7 @@ def test_members_that_share_their_bytes_are_bounded_together(tmp_path):
 _PEAK = """
 import resource, sys
 from pathlib import Path
-from tilewright.data.readers.open import read_file
+from tilewright.data.readers.read_file import read_file
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 list(read_file(Path(sys.argv[1]), "a", "d"))
 before = peak()

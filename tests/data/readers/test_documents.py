@@ -78,7 +78,7 @@ def test_a_page_that_takes_too_much_memory(tmp_path):
 
 
 def test_a_caller_that_stops_early_gets_the_right_answer_next(tmp_path):
-    from tilewright.data.readers.open import read_file
+    from tilewright.data.readers.read_file import read_file
 
     path, small = tmp_path / "a.pdf", tmp_path / "b.html"
     path.write_bytes(pdf_bytes([f"Page number {i}" for i in range(30)]))

@@ -18,7 +18,7 @@ from tests.draws import examples
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel
-from tilewright.data.readers.open import read_file
+from tilewright.data.readers.read_file import read_file
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])

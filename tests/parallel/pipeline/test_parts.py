@@ -10,7 +10,7 @@ from tilewright.models.base.routers import find_routers
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.world import Group
-from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.assign.conversion_plan import decide_all
 from tilewright.precision.policy.policy import Policy
 
 

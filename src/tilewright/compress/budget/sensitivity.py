@@ -12,7 +12,7 @@ from tilewright.compress.budget.budget_rise import error_in_words
 from tilewright.compress.budget.compress_record import Record
 from tilewright.compress.budget.held_out_rise import Batches, RowLosses, Say, parameters, row_losses_of, seconds_beside
 from tilewright.compress.budget.not_finite import stage_named, unless_not_finite
-from tilewright.compress.prune.cut import LayoutError
+from tilewright.compress.prune.cut_model import LayoutError
 from tilewright.compress.prune.prune import MULTIPLE, Pruned, left, prune
 from tilewright.compress.prune.tensors_of_units import find_units
 from tilewright.compress.prune.unit_kinds import Kind

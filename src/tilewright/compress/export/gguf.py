@@ -12,7 +12,7 @@ from tilewright.compress.export.stored_codes import Coded
 from tilewright.compress.export.target import Consumer, Target, Use, Written
 from tilewright.compress.gguf.architecture import shape_of, state, why_no_shape
 from tilewright.compress.gguf.gguf_writer import beyond, write_file
-from tilewright.compress.gguf.read import read_formats
+from tilewright.compress.gguf.read_formats import read_formats
 from tilewright.compress.gguf.tensors import BLOCK, stored_values
 from tilewright.compress.gguf.vocabulary import normal_form, vocabulary, why_no_vocabulary
 from tilewright.compress.stored_values import in_codes

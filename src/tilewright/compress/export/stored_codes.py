@@ -19,7 +19,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.data.batches.stream import Stream
 from tilewright.formats.integer import IntegerTensor
-from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.assign.conversion_plan import decide_all
 from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 from tilewright.precision.policy.policy import Policy, in_fp32
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compress.gguf.read import read_formats
+from tilewright.compress.gguf.read_formats import read_formats
 from tilewright.compress.prove.consumer_session import CACHED_AT, ConsumerSession, Request, serve
 
 _ALL = 1 << 24

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compress.prune.cut import Kept, LayoutError, cut, difference, limit, losses_of
-from tilewright.compress.prune.norms import estimate_norms
+from tilewright.compress.prune.batch_norms import estimate_norms
+from tilewright.compress.prune.cut_model import Kept, LayoutError, cut, difference, limit, losses_of
 from tilewright.compress.prune.refit import can_fit
 from tilewright.compress.prune.refit import refit as fit_readers
 from tilewright.compress.prune.tensors_of_units import find_units

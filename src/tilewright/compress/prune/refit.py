@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilewright.compress.prune.cut import Kept
+from tilewright.compress.prune.cut_model import Kept
 from tilewright.compress.prune.unit_places import Share, UnitGroup, stored
 from tilewright.compress.prune.unit_readers import Batch, ChannelReader, find_readers, is_transposed, run_through
 from tilewright.core.errors import NumericsError

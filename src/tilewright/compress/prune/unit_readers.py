@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tilewright.compress.prune.cut import short_batch
+from tilewright.compress.prune.cut_model import short_batch
 from tilewright.compress.prune.unit_places import Place, Share, UnitGroup
 from tilewright.models.base.eval_mode import evaluation
 

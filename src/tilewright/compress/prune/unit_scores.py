@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tilewright.compress.prune.cut import LayoutError
+from tilewright.compress.prune.cut_model import LayoutError
 from tilewright.compress.prune.unit_places import Place, Share, UnitGroup, stored
 from tilewright.compress.prune.unit_readers import Batch, find_readers, run_through
 from tilewright.core.errors import NumericsError

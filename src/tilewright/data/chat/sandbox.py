@@ -180,7 +180,7 @@ def _raised(found: Mapping[str, str]) -> TemplateError | TemplateLimitError:
 @lru_cache(maxsize=1)
 def template_process(pid: int) -> LimitedProcess:
     """The sandbox's process of chat templates of the process `pid`, which must be the caller's (see
-    `readers.worker`)."""
+    `readers.parser_process`)."""
     assert pid == os.getpid()
     return LimitedProcess(__name__)
 

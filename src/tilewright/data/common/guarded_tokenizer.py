@@ -302,7 +302,7 @@ def _key_of(state: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=1)
 def tokenizer_process(pid: int) -> LimitedProcess:
-    """The process of guarded tokenizers of the process `pid`, which must be the caller's (see `readers.worker`)."""
+    """Start the process of guarded tokenizers of the process `pid`, the caller's own (see `readers.parser_process`)."""
     assert pid == os.getpid()
     return LimitedProcess(__name__)
 

@@ -22,7 +22,7 @@ from tilewright.data.batches.token_rows import SPLITS
 from tilewright.data.chat.chat_rows import TABLES, RowReader, is_pair, read_row
 from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, Row
-from tilewright.data.chat.render import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
+from tilewright.data.chat.row_renderer import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.trained_tokens import ChatSample
 from tilewright.data.common.encoder import in_batches

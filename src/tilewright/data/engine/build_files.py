@@ -18,7 +18,7 @@ from tilewright.data.common.records import Rejected
 from tilewright.data.engine.build_settings import ReadSection
 from tilewright.data.readers.file_kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
-from tilewright.data.readers.open import LINES
+from tilewright.data.readers.read_file import LINES
 from tilewright.data.readers.text.encodings import wide_encoding_of
 from tilewright.data.sources.content_hash import Contents
 from tilewright.data.sources.documents import Part, Source, printable

@@ -24,7 +24,7 @@ from tilewright.data.engine.record_tables import RECORDS, REJECTS, TableWriter, 
 from tilewright.data.engine.stage import BuildStage
 from tilewright.data.readers.file_entry import Span
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
-from tilewright.data.readers.open import UNREADABLE, read_file
+from tilewright.data.readers.read_file import UNREADABLE, read_file
 from tilewright.data.sources.documents import cut
 from tilewright.data.sources.walk import stat_key
 from tilewright.data.stages.chat.rows import ConversationReader

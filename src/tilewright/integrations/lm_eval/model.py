@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.chat.template import ChatError, ChatTemplate
 from tilewright.data.common.progress import ProgressBar
-from tilewright.integrations.lm_eval.text import TextCodec
+from tilewright.integrations.lm_eval.text_codec import TextCodec
 from tilewright.models.base.eval_mode import eager, evaluation
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import continue_rows

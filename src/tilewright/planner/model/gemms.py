@@ -11,7 +11,7 @@ from torch import nn
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.precision.assign.decide import ConversionPlan
+from tilewright.precision.assign.conversion_plan import ConversionPlan
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
 from tilewright.precision.float8.gemm.weight_store import store_bytes

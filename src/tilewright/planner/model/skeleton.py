@@ -21,7 +21,7 @@ from tilewright.parallel.inside.experts.stacked import stacked_experts
 from tilewright.parallel.inside.tensor.cut_hf_model import cut_shapes
 from tilewright.parallel.inside.tensor.cuts import config_on_rank
 from tilewright.planner.model.part_weights import Weights
-from tilewright.precision.assign.decide import ConversionPlan, decide_all
+from tilewright.precision.assign.conversion_plan import ConversionPlan, decide_all
 from tilewright.precision.assign.gathered import coded_weights, narrow_weights
 from tilewright.precision.lora.lora import add_lora, matching
 from tilewright.precision.policy.policy import Policy

@@ -20,8 +20,8 @@ from tomlkit.items import Table
 from tilewright.compress.exports_file import FILE as EXPORTS
 from tilewright.core.errors import DataError
 from tilewright.core.json_text import from_json
-from tilewright.energy.record import ENERGY, EnergyRecord
-from tilewright.energy.record import FILE as ENERGY_FILE
+from tilewright.energy.energy_record import ENERGY, EnergyRecord
+from tilewright.energy.energy_record import FILE as ENERGY_FILE
 from tilewright.parallel.pipeline.balance.measured import FILE as PIPELINE
 from tilewright.precision.controller.log import History, read_history
 from tilewright.report.run_data.clean_rows import Row, clean, eval_row, number, plan_of, step_row

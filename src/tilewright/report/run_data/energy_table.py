@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tilewright.core.units import format_joules, format_seconds, format_share
-from tilewright.energy.record import ESTIMATED, MEASURED, EnergyRecord, in_words, joules_of, planned_in_words
+from tilewright.energy.energy_record import ESTIMATED, MEASURED, EnergyRecord, in_words, joules_of, planned_in_words
 from tilewright.report.run_data.collect import RunData
 
 PHASES = {

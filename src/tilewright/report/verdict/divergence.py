@@ -7,7 +7,7 @@ from statistics import median
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.run_numbers import held_out, last_process_event
 from tilewright.report.svg.axes import format_number as num
-from tilewright.report.verdict.levels import difference_error, levels, noise
+from tilewright.report.verdict.curve_levels import difference_error, levels, noise
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
 FAR_ABOVE_START = 5.0

@@ -7,8 +7,8 @@ from tilewright.report.run_data.clean_rows import Row
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.run_numbers import quarters, settled_norms
 from tilewright.report.svg.axes import format_number, format_percent
-from tilewright.report.verdict.learning import judge_outliers
-from tilewright.report.verdict.levels import outliers
+from tilewright.report.verdict.curve_levels import outliers
+from tilewright.report.verdict.loss_rules import judge_outliers
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
 SPIKE, JUMP = 12.0, 4.0

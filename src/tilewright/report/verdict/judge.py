@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.report.run_data.collect import RunData
-from tilewright.report.verdict import divergence, gradients, learning, resources
+from tilewright.report.verdict import divergence, gradients, loss_rules, resources
 from tilewright.report.verdict.rule import NOTHING, Verdict, VerdictRule, VerdictState
 
 RULES: Mapping[VerdictRule, Callable[[RunData], Verdict]] = {
     divergence.DIVERGENCE: divergence.divergence,
-    learning.PLATEAU: learning.plateau,
+    loss_rules.PLATEAU: loss_rules.plateau,
     gradients.SKIPS: gradients.skips,
-    learning.MEMORISING: learning.memorising,
-    learning.FORGETTING: learning.forgetting,
-    learning.SPIKES: learning.spikes,
+    loss_rules.MEMORISING: loss_rules.memorising,
+    loss_rules.FORGETTING: loss_rules.forgetting,
+    loss_rules.SPIKES: loss_rules.spikes,
     gradients.GROWTH: gradients.growth,
     gradients.TAIL: gradients.tail,
     gradients.CLIPPING: gradients.clipping,
@@ -25,7 +25,7 @@ RULES: Mapping[VerdictRule, Callable[[RunData], Verdict]] = {
 }
 """Rules and how each judges a run, the gravest first: of two in the same state, the one further up is the headline."""
 
-MOOT = (learning.PLATEAU, learning.MEMORISING, learning.FORGETTING)
+MOOT = (loss_rules.PLATEAU, loss_rules.MEMORISING, loss_rules.FORGETTING)
 """Rules that say something only of a run that did not diverge: they compare losses with one another."""
 _WORDS = {
     VerdictState.BAD: "bad",

@@ -17,10 +17,10 @@ import torch
 from tilewright.core.config.sections.energy import EnergySection
 from tilewright.core.errors import DataError
 from tilewright.energy.counter import Counter
+from tilewright.energy.energy_record import ENERGY, ESTIMATED, FILE, MEASURED, UNAVAILABLE, in_words
 from tilewright.energy.meter import EnergyMeter, EnergyUse, idle_watts
 from tilewright.energy.nvml import Nvml
 from tilewright.energy.processors import processor_counters
-from tilewright.energy.record import ENERGY, ESTIMATED, FILE, MEASURED, UNAVAILABLE, in_words
 from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World

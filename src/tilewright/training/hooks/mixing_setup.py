@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tilewright.data.batches.rank_sums import SumsOfRanks
 from tilewright.data.dataset.prepared_text import PreparedData
-from tilewright.data.mixing.choose import mixer_of
+from tilewright.data.mixing.choose_mixer import mixer_of
 from tilewright.data.mixing.mixing_policy import shares
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.executor.evaluate import evaluate

@@ -23,9 +23,9 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.pipeline.balance.assign import RowShape
 from tilewright.parallel.pipeline.balance.balancer import Balanced
-from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork, names_of
-from tilewright.parallel.pipeline.balance.fit import CostFit
-from tilewright.parallel.pipeline.balance.kinds import LayerForm, kinds_of
+from tilewright.parallel.pipeline.balance.cost_model import CostModel, StageWork, names_of
+from tilewright.parallel.pipeline.balance.fit_costs import CostFit
+from tilewright.parallel.pipeline.balance.layer_forms import LayerForm, kinds_of
 from tilewright.parallel.pipeline.balance.measured import (
     FILE,
     MeasuredStep,

@@ -9,7 +9,7 @@ import pytest
 from tilewright.parallel.pipeline.assignment import Room, check_assignment
 from tilewright.parallel.pipeline.balance.assign import RowShape
 from tilewright.parallel.pipeline.balance.balancer import Balanced
-from tilewright.parallel.pipeline.balance.cost import CostModel
+from tilewright.parallel.pipeline.balance.cost_model import CostModel
 
 LENGTHS = np.random.default_rng(3).lognormal(5, 1, 300).astype(np.int64) + 1
 

@@ -78,7 +78,7 @@ def serve(
     GET /v1/models and /health, to this machine only unless --host says otherwise. Ctrl-C ends it.
     """
     try:
-        from tilewright.serving.app import Limits, Server
+        from tilewright.serving.http_server import Limits, Server
         from tilewright.serving.server_process import bind
         from tilewright.serving.server_process import serve as run_server
     except ImportError as error:
@@ -89,7 +89,7 @@ def serve(
             try_="pip install 'tilewright[serve]'",
         ) from error
     from tilewright.cli.open_model import open_model
-    from tilewright.serving.batch import Batch, free_bytes
+    from tilewright.serving.answer_batch import Batch, free_bytes
     from tilewright.serving.session import Session
     from tilewright.serving.worker import Worker
 

@@ -8,10 +8,10 @@ from typing import Any
 from tilewright.core.errors import HardwareError
 from tilewright.data.common.records import Rejected
 from tilewright.data.readers.file_entry import Entry
+from tilewright.data.readers.parser_process import parser_process
 from tilewright.data.readers.text.detect import declared_encoding
 from tilewright.data.readers.text.encodings import Decoded, decode_text, wide_encoding_of
-from tilewright.data.readers.text.plain import Items, lost_lines, text_record
-from tilewright.data.readers.worker import parser_process
+from tilewright.data.readers.text.plain_text import Items, lost_lines, text_record
 from tilewright.data.sources.documents import looks_binary
 
 

@@ -13,7 +13,7 @@ from tilewright.data.readers.damage import PARSER_ERRORS, damage_of, failure
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.temporary_files import ScratchFile, ScratchFolder
 from tilewright.data.readers.text.encodings import begins_as_utf8, decode_text, wide_encoding_of
-from tilewright.data.readers.text.plain import BLOCK_BYTES, END_OF_FILE, Items, text_record
+from tilewright.data.readers.text.plain_text import BLOCK_BYTES, END_OF_FILE, Items, text_record
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import expands_too_much
 from tilewright.data.sources.documents import Part

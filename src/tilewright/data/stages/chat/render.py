@@ -23,7 +23,7 @@ from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import DataError
 from tilewright.data.chat.chat_rows import PREFERENCES
 from tilewright.data.chat.load import named_tokens, template_source
-from tilewright.data.chat.render import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
+from tilewright.data.chat.row_renderer import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.trained_tokens import ChatSample, Rendered
 from tilewright.data.common.encoder import in_batches

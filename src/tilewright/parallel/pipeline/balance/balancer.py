@@ -11,7 +11,7 @@ import numpy as np
 
 from tilewright.parallel.pipeline.assignment import Assignment, Room
 from tilewright.parallel.pipeline.balance.assign import Places, RowShape, WeighedDocuments, choose
-from tilewright.parallel.pipeline.balance.cost import CostModel
+from tilewright.parallel.pipeline.balance.cost_model import CostModel
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilewright.parallel.pipeline.balance.cost import StageWork
-from tilewright.parallel.pipeline.balance.fit import StageSeconds
+from tilewright.parallel.pipeline.balance.cost_model import StageWork
+from tilewright.parallel.pipeline.balance.fit_costs import StageSeconds
 from tilewright.parallel.pipeline.balance.replay import IdleTime, Pass, Row, StepPart, idle_time
 
 FILE = "pipeline.json"

@@ -7,7 +7,7 @@ from tests.draws import examples
 from tests.models.shapes import KERNELS
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.parallel.pipeline.balance.kinds import LayerForm, kinds_of
+from tilewright.parallel.pipeline.balance.layer_forms import LayerForm, kinds_of
 from tilewright.parallel.pipeline.split import Pipeline
 from tilewright.parallel.pipeline.stages import hold_stages
 from tilewright.parallel.world import Group

@@ -6,7 +6,7 @@ from typing import Any
 from lm_eval.evaluator import evaluate
 
 from tilewright.integrations.lm_eval.model import TilewrightLM
-from tilewright.integrations.lm_eval.tasks import TaskSet
+from tilewright.integrations.lm_eval.task_set import TaskSet
 from tilewright.training.runlog.task_scores import Conditions, TaskScore
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tilewright.compress.prune.cut import short_batch
+from tilewright.compress.prune.cut_model import short_batch
 from tilewright.compress.prune.unit_readers import Batch
 from tilewright.core.errors import ConfigError
 from tilewright.models.base.eval_mode import evaluation

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from tilewright.core.config.sections.data import MixingSection
 from tilewright.core.errors import ConfigError
 from tilewright.data.mixing.fixed_weights import Schedule, Static, Temperature
-from tilewright.data.mixing.guard import PplGuard
 from tilewright.data.mixing.learned_weights import Aioli, Exp3
+from tilewright.data.mixing.loss_guard import PplGuard
 from tilewright.data.mixing.mixer import Mixer
 from tilewright.data.mixing.mixing_policy import MixPolicy
 from tilewright.data.mixing.weight_limits import MixLimits

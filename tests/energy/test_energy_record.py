@@ -2,8 +2,8 @@
 
 import pytest
 
+from tilewright.energy.energy_record import ENERGY, planned_in_words
 from tilewright.energy.meter import EnergyUse
-from tilewright.energy.record import ENERGY, planned_in_words
 
 PLANNED = {"joules": 10_000.0, "boards": True, "assumed": "1 x 700 W"}
 PARTS = (

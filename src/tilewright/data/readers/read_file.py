@@ -17,7 +17,7 @@ from tilewright.data.readers.media.captions import described_file
 from tilewright.data.readers.media.images import read_image
 from tilewright.data.readers.temporary_files import temporary_error
 from tilewright.data.readers.text.parsed_documents import read_book, read_html, read_notebook, read_pdf, read_word
-from tilewright.data.readers.text.plain import read_markdown, read_text
+from tilewright.data.readers.text.plain_text import read_markdown, read_text
 from tilewright.data.readers.text.text_rows import read_rows
 from tilewright.data.readers.unpack import unpack_compressed, unpack_tar, unpack_zip
 from tilewright.data.readers.web_archive import unpack_warc

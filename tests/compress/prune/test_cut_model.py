@@ -9,7 +9,7 @@ import torch
 from tests.compress.prune.models import batch_of, foreign, ours
 from tests.cover import some
 from tests.models.shapes import SHAPES
-from tilewright.compress.prune.cut import cut, difference, limit
+from tilewright.compress.prune.cut_model import cut, difference, limit
 from tilewright.compress.prune.tensors_of_units import find_units
 
 EPS = torch.finfo(torch.float64).eps

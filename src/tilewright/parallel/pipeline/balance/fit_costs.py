@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork
+from tilewright.parallel.pipeline.balance.cost_model import CostModel, StageWork
 
 FADE = 0.9
 HUBER = 1.345

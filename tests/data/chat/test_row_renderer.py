@@ -9,11 +9,11 @@ from tests.data.chat.families import make_folder
 from tests.data.chat.test_chat_rows import talks
 from tests.draws import examples
 from tilewright.core.errors import DataError
-from tilewright.data.chat import render, sandbox
+from tilewright.data.chat import row_renderer, sandbox
 from tilewright.data.chat.chat_rows import read_row
 from tilewright.data.chat.errors import ChatError, TemplateTooMuchError
 from tilewright.data.chat.load import CHATML
-from tilewright.data.chat.render import RowRenderer
+from tilewright.data.chat.row_renderer import RowRenderer
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.limited_process import LimitedProcess
 from tilewright.data.common.tokenizer import load_tokenizer
@@ -98,7 +98,7 @@ def test_many_rows_take_one_request(tokenizer, monkeypatch):
 
 def test_a_row_that_takes_too_much_takes_no_other_with_it_and_many_are_an_error(tokenizer, monkeypatch):
     monkeypatch.setattr(sandbox, "_CPU_S", 0.3)
-    monkeypatch.setattr(render, "_MAX_HEAVY", 1)
+    monkeypatch.setattr(row_renderer, "_MAX_HEAVY", 1)
     chat = ChatTemplate(HEAVY + CHATML, tokenizer)
     rows = [said("a"), said("heavy"), said("b")]
     renderer = RowRenderer(chat, pairs=False)

@@ -6,7 +6,7 @@ import torch
 from tests.compress.prune.models import ours
 from tests.compress.prune.test_channels import images, resnet
 from tests.optim.test_citizen import assert_in_words
-from tilewright.compress.prune.norms import estimate_norms
+from tilewright.compress.prune.batch_norms import estimate_norms
 from tilewright.compress.prune.prune import prune
 from tilewright.core.errors import ConfigError
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tilewright.parallel.pipeline.balance.cost import CostModel, StageWork
-from tilewright.parallel.pipeline.balance.fit import CostFit, StageSeconds
+from tilewright.parallel.pipeline.balance.cost_model import CostModel, StageWork
+from tilewright.parallel.pipeline.balance.fit_costs import CostFit, StageSeconds
 
 KINDS = ("dense", "moe")
 PRIOR = CostModel(KINDS, (1.0, 1e-3, 3.0, 1e-3, 0.1, 1.0, 0.0))

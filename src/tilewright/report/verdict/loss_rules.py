@@ -7,8 +7,8 @@ from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.run_numbers import domain_losses, held_out_losses, quarters
 from tilewright.report.svg.axes import format_number as num
 from tilewright.report.svg.axes import format_percent
+from tilewright.report.verdict.curve_levels import Level, difference_error, level, noise, outliers
 from tilewright.report.verdict.divergence import width
-from tilewright.report.verdict.levels import Level, difference_error, level, noise, outliers
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
 FLAT = 0.005
