@@ -263,6 +263,17 @@ def test_public_docstrings_can_be_read_alone():
     assert not bad, "\n".join(bad)
 
 
+LABEL = re.compile(r"(For|In|At|From|On|With|Without|As|To) [^.:,]{1,45}[,:] ")
+"""Beginnings of a docstring that put the owner before the sentence, as a label: "For scores of units, all ..."."""
+
+
+def test_docstrings_begin_with_a_sentence():
+    bad = [f"{place}: {text}" for place, name, text in docstrings() if name and LABEL.match(text)]
+    assert not bad, "\n".join(bad)
+    assert LABEL.match("In the subprocess: call `function`")
+    assert not LABEL.match("In and out features of a layer.")
+
+
 def test_the_check_can_fail():
     for text in ("a byte an element is kept", "it goes on", "the ledger", "all products"):
         assert any(

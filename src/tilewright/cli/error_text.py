@@ -45,8 +45,8 @@ def print_once(error: TilewrightError) -> None:
 
 
 def is_of_others(error: RuntimeError) -> bool:
-    """For the text of an error, true where a rank failed because another one had, which is said; that one prints what
-    happened."""
+    """True if this rank failed because another rank had failed. That other rank prints what happened; this one names
+    it."""
     ranks = env.ranks()
     if ranks.world == 1:
         return False

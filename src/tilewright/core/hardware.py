@@ -249,7 +249,7 @@ def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
 
 
 def _barred(features: frozenset[str], environ: Mapping[str, str] | None) -> frozenset[str]:
-    """Of these features of the hardware, those that torch may not use."""
+    """The CPU features, of those given, that the environment forbids torch to use."""
     of_matmuls = frozenset(flag for flag in features if flag.startswith(_MATMUL_PREFIXES))
     left = _MATMUL_LIMITS.get(env.matmul_limit(environ)[1], of_matmuls)
     taken = _VECTOR_LIMITS.get(env.vector_limit(environ)[1], ())
@@ -308,8 +308,8 @@ def _cpu_name() -> str:
 
 
 def _cgroup_dirs() -> list[Path]:
-    """For the hardware's limits, folders of this process's cgroup v2, from its own up to the root; limits of all of
-    them apply."""
+    """Folders of this process's cgroup v2, from its own up to the root; the memory and CPU limits of all of them
+    apply."""
     root = Path("/sys/fs/cgroup")
     own = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), "/")
     folder = root / own.lstrip("/")

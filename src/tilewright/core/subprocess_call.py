@@ -136,8 +136,8 @@ def _result(module: str, child: "subprocess.Popen[str]", found: dict[str, Any]) 
 
 
 def answer(function: Callable[..., object]) -> None:
-    """In the subprocess: call `function` with the arguments of `call_module`, and print its result or error as JSON; of
-    a `ModuleWorker` with those of each call, until there are no more."""
+    """Serve `call_module` from inside the subprocess: call `function` with the arguments, and print its result or error
+    as JSON. For a `ModuleWorker`, serve calls until there are no more."""
     request = json.loads(sys.argv[1])
     configure()
     get_logger(ROOT).setLevel(request["level"])
@@ -153,7 +153,7 @@ def answer(function: Callable[..., object]) -> None:
 
 
 def answer_error(error: TilewrightError) -> None:
-    """In the subprocess: print an error as `call_module` reads it, of a class of our own as its nearest one in
+    """Print an error from the subprocess as `call_module` reads it; a subclass of ours is named as its nearest class in
     `errors`."""
     name = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     print(json.dumps({"error": name, "problems": [asdict(problem) for problem in error.problems]}), flush=True)

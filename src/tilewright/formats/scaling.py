@@ -178,7 +178,7 @@ def scale_values(scale_inv: Tensor, second: Tensor | None = None) -> Tensor:
 
 
 def tile_amax(x_MK: Tensor, tile: Tile) -> Tensor:
-    """For scaling, largest finite magnitude of each tile, FP32 [GM, GK]; 0 where a tile has none.
+    """The largest finite magnitude of each tile, FP32 [GM, GK]; 0 where a tile has none.
 
     Infinities and NaN are left out, so that they do not spoil their neighbours' scale; `encode` marks them.
     """

@@ -75,8 +75,8 @@ class AcceleratorScaler:
         return scaled
 
     def _begin(self, grad: Tensor) -> None:
-        """In accelerate's scaler, a backward pass begins, which adds scaled gradients to those of parameters without
-        hooks."""
+        """Begin a backward pass of accelerate's scaler: scale the gradients of parameters without hooks, and undo it at
+        its end."""
         if self._multiply(self.scaler.scale_value):
             _at_end_of_backward(lambda: _at_end_of_backward(self._end))  # the last: FSDP2's own comes before
 
@@ -130,8 +130,7 @@ class AcceleratorScaler:
 
 
 def _at_end_of_backward(work: Callable[[], None]) -> None:
-    """At the end of a backward pass under accelerate: call it when the one that runs has ended, after all that was
-    asked for before."""
+    """Call `work` when the running backward pass has ended, after all that was queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 

@@ -92,7 +92,7 @@ def decoder_shapes(
 
 
 def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
-    """To build a decoder, its shape: from the folder at `section.path` where there is one, else from the section.
+    """The shape of a decoder: from the folder at `section.path` if it is set, else from the section.
 
     Raises:
         ConfigError: the folder's vocabulary is smaller than the tokenizer's, or values do not fit together.

@@ -183,9 +183,8 @@ class Kernels:
         return self._find("attention", device, dtype, kind)(q_BHSD, k_BHSD, v_BHSD, read, scale, rows, window)
 
     def documents(self, batch: Mapping[str, Tensor]) -> Segments:
-        """For the kernels of attention, the documents that all layers hand to `attention` for a batch: its `segments`,
-        and where attention on their device reads where documents begin, that too, found once. None where each row is
-        one document.
+        """Find the documents of a batch once, for all layers that call `attention`: its `segments`, and also where
+        documents begin if attention on this device reads that. None where each row is one document.
 
         Args:
             batch: `segments` [B, S] where rows are packed; with `ops.base.documents.STARTS` no device is waited for,

@@ -395,6 +395,6 @@ class _Alike:
 
     @property
     def in_pass(self) -> bool:
-        """In an Adam pass, the update itself compares masters with their weights and stores them. On GPUs a kernel does
-        before: torch's own takes all parameters in a few launches."""
+        """True if the update itself compares FP32 masters with their weights and stores them, as it does on CPUs. On
+        GPUs torch's kernel does that before, for all parameters in a few launches."""
         return self.masters and self.device_type == "cpu"

@@ -79,7 +79,7 @@ def _norm(values: list[Tensor]) -> float:
 
 
 def _cut_along(value: DTensor) -> tuple[int, ...]:
-    """For gradients' norm, axes of the mesh along which ranks hold other parts."""
+    """Axes of the mesh along which ranks hold different parts of this gradient, whose norm sums over them."""
     return tuple(axis for axis, placement in enumerate(value.placements) if type(placement) is not Replicate)
 
 

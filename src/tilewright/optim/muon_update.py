@@ -49,7 +49,7 @@ class MuonHyper:
 
 
 def lr_factor(shape: torch.Size, adjust_lr: AdjustLr) -> float:
-    """In a Muon update, factor of a matrix's learning rate, since all singular values of its update are about 1.
+    """The factor of a matrix's learning rate in a Muon update, all of whose singular values are about 1.
 
     match_rms_adamw: 0.2 sqrt(max(R, C)); the update's root mean square is then that of AdamW's updates, about 0.2
     (arXiv 2502.16982, section 2.2). original: sqrt(max(1, R / C)).

@@ -138,7 +138,7 @@ def _home(tensor: Tensor) -> str:
 
 
 def _are_beside(state: Mapping[str, Any], names: Iterable[str], param: Tensor) -> bool:
-    """To validate states, true if those of these names are on their parameter's device."""
+    """True if the named optimizer states are on their parameter's device (for a DTensor: with its mesh and shards)."""
     if not isinstance(param, DTensor):
         device = param.device
         return not any(state[name].device != device or isinstance(state[name], DTensor) for name in names)
@@ -148,8 +148,8 @@ def _are_beside(state: Mapping[str, Any], names: Iterable[str], param: Tensor) -
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """To validate a parameter, true if two elements may share memory: a dimension is stepped through within the reach
-    of finer ones."""
+    """True if two elements of a parameter may share memory: the stride of one dimension is within the reach of finer
+    ones."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

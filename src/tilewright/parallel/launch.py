@@ -93,8 +93,8 @@ def _compare(meeting: Meeting, facts: Mapping[str, str], details: Callable[[], M
 
 
 def take_gpu(ranks: Ranks, meeting: Meeting) -> int | None:
-    """At launch, make the GPU of this rank the current one; its number among those that this process sees. None where
-    no rank sees any.
+    """Make the GPU of this rank the current one and return its index among those that the process sees; None if no rank
+    sees any.
 
     A launcher may show the processes of a machine all of its GPUs, or each one of its own, or each some.
 
@@ -165,7 +165,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
-    """At launch, the result of `work()` on the first rank, which pickles, on all; the others wait while it works.
+    """Run `work()` on the first rank while the others wait, and return its result, which must pickle, on all ranks.
 
     Args:
         world: this run's.
@@ -195,8 +195,8 @@ def on_first(world: World, work: Callable[[], T], *, named: str = "") -> T:
 
 
 def in_turn(world: World, work: Callable[[], T]) -> T:
-    """At launch, `work()` in turn on all ranks, which leaves something on the disk: on the first one, then on the first
-    of each machine (whose disk may be its own), then on the others, which find it there.
+    """Run `work()`, which leaves something on the disk, on all ranks in turn: the first rank, then the first of each
+    machine (whose disk may be its own), then the others, which find it there.
 
     Raises:
         TilewrightError: that of the first rank on which it failed, on all.

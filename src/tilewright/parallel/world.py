@@ -134,7 +134,7 @@ class World:
         return self.rank == 0
 
     def at(self, phase: str) -> None:
-        """At the world's start: this rank begins a phase of the start of a run."""
+        """Record in the world's heartbeat that this rank begins a phase of the start of a run."""
         if self.heartbeat is not None:
             self.heartbeat.phase(phase)
 

@@ -289,8 +289,8 @@ def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
 
 
 def _widens(policy: Policy, kernels: Kernels | None) -> bool:
-    """To convert a model: true where the CPU that the model runs on, of these kernels or this one, multiplies no
-    operands of this mode."""
+    """True if the CPU of these kernels, or else of this machine, cannot multiply operands of this mode, so that they
+    are widened."""
     dtype = SPECS[policy.activation].dtype
     if kernels is None:
         return widens(policy.device_type, dtype)

@@ -29,7 +29,7 @@ class AnswerStream:
     `finish_reason` is "stop" (an end of turn, or a stop string) or "length", and None before the end.
 
     Args:
-        rows: the row of this answer in the model's batch.
+        rows: rows of the model; this answer takes one.
         ids: token ids of the prompt.
         text: turns tokens into text.
         settings: temperature and limits of the draws.

@@ -83,7 +83,7 @@ def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **opt
 
 
 def _check_options(batches: int | None, tasks: str | None) -> None:
-    """For `eval`, raise UsageError where options are given that belong to the other kind of evaluation."""
+    """Raise UsageError if `eval` was given options that belong to its other kind of evaluation."""
     context = click.get_current_context()
     given = [
         f"--{name.replace('_', '-')}"

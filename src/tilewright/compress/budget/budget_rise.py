@@ -13,8 +13,8 @@ from tilewright.compress.budget.held_out_rise import RowLosses
 
 
 def rises_of(losses: RowLosses, whole: RowLosses, equal: RowLosses | None) -> dict[str, float | None]:
-    """For the budget: rise and standard error of a model's losses over the run, and over the run with as many more
-    steps (None: not run), for the record.
+    """Rise and standard error of a model's held-out losses over the run, and over the run with as many more steps
+    (None: not run).
 
     Args:
         losses: of a model.

@@ -107,7 +107,7 @@ def row_losses(outs: Mapping[str, Iterable[tuple[LossOutput, Mapping[str, Tensor
 
 
 def _by_domain(parts: Mapping[str, Iterable[tuple[Tensor, Tensor]]], points: bool) -> RowLosses:
-    """By domain, held-out rows that have targets, of sums and numbers of micro-batches."""
+    """Collect the held-out loss sums and counts of micro-batches by domain; rows without targets are left out."""
     found = {}
     for domain, of_batches in parts.items():
         sums, counts = (torch.cat(part).double() for part in zip(*of_batches, strict=True))

@@ -122,8 +122,7 @@ def _times_gradient(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _own_gradients(model: nn.Module) -> Iterator[None]:
-    """For scores of units, all parameters ask for a gradient inside; what each had, and whether it asked, comes
-    back."""
+    """Let all parameters require gradients inside the context; restore their gradients and flags afterwards."""
     before = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     for param, _, _ in before:
         param.requires_grad_(True)

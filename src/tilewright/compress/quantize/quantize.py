@@ -178,9 +178,8 @@ def _scale_channels(
 
 
 def _is_read_by(norm: nn.Module, layers: Sequence[nn.Linear], model: Any, batch: Batch) -> bool:
-    """For quantising with AWQ: true if these layers alone read a norm: then factors that go from them to it change
-    nothing. Factors of 4 and 1/4 in turn show any other reader; those of AWQ may be too near to 1 for a loss to
-    tell."""
+    """True if these layers alone read the norm, so that AWQ may move factors from the norm to them. Factors of 4 and
+    1/4 in turn show any other reader; those of AWQ may be too near to 1 to change a loss."""
     parameters = [*norm.parameters(), *(layer.weight for layer in layers)]
     kept = [parameter.clone() for parameter in parameters]
     before = float(model.loss(batch).loss_sum)

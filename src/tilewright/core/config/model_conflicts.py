@@ -267,7 +267,7 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _multiple(value: int, of: int) -> int:
-    """For the model's conflicts, the multiple of `of` nearest to `value`, at least one."""
+    """Round a model's size to the nearest multiple of `of`, at least one, for the advice on a conflict."""
     return max(1, round(value / of)) * of
 
 

@@ -94,13 +94,13 @@ def _other_policy(policy: str, recipe: Recipe) -> bool:
 
 
 def _is_far(recipe: Recipe) -> bool:
-    """For unused settings, true if data is read from addresses."""
+    """True if the recipe reads data from remote addresses, so that settings of remote data are used."""
     sources = recipe.data.sources.values() or (recipe.data.source,)
     return any("://" in source and not source.startswith("hf://") for source in sources)
 
 
 def _is_built(source: str) -> bool:
-    """For unused settings, true if a source is the folder of a built dataset; False for what is no path at all."""
+    """True if a source is the folder of a built dataset; False for what is no path at all."""
     return os.path.isfile(os.path.join(os.path.expanduser(source), "dataset.json"))
 
 

@@ -53,8 +53,7 @@ def schema_problems(
 
 
 def _start(value: object) -> str:
-    """For a message, the part of a value that is compared with a word: its beginning. Comparing takes the square of the
-    length."""
+    """The beginning of a value, which is compared with known words. Comparing takes the square of the length."""
     return value[:_COMPARED] if isinstance(value, str) else ""
 
 

@@ -101,8 +101,7 @@ def _split_note(lengths: np.ndarray, seq_len: int) -> list[str]:
 
 
 def groups_of_domains(domain_of: np.ndarray, fits: np.ndarray | bool = True) -> list[Group]:
-    """For building rows, the documents of each domain that fit into rows (bool [documents]); of one without any an
-    empty group."""
+    """Group the documents that fit into rows (bool [documents]) by domain; a domain without any has an empty group."""
     names = sorted(set(domain_of.tolist()))
     return [(domain, np.flatnonzero((domain_of == domain) & fits)) for domain in names]
 

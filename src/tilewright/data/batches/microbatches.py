@@ -47,8 +47,8 @@ def _are_targets(batch: Batch) -> Tensor:
 
 
 def sums_by_row(each: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """For each row of a micro-batch the sum of its targets' losses [B] FP32, and their number [B] int64. A pair of
-    answers counts as one row, and so does each of whole documents that stand behind each other.
+    """Sum the losses of the targets [B] FP32 of each row of a micro-batch, and count them [B] int64. A pair of answers
+    counts as one row, and so does each of several whole documents in one row.
 
     Args:
         each: `LossOutput.each`.
@@ -88,9 +88,8 @@ def sums_of_rows(told: Iterable[tuple[Tensor | None, Batch]]) -> tuple[Tensor, T
 
 
 def sums_by_document(each_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """For each document of a micro-batch's packed rows the sum of its targets' losses and their number: [B, P] each, P
-    documents in the row that has most; 0 where a row has fewer. Without `segments` a row is one document. Padding
-    counts for none."""
+    """Sum the losses of the targets of each document of packed rows, and count them: [B, P] each, P documents in the
+    row that has most; 0 where a row has fewer. Without `segments` a row is one document. Padding counts for none."""
     segments_BS = batch.get("segments")
     if segments_BS is None:
         segments_BS = torch.zeros_like(batch["labels"])

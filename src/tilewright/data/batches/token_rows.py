@@ -121,7 +121,7 @@ def laid_out(name: str, values: np.ndarray, used_B: np.ndarray, length: int) -> 
 
 
 def starts_of(lengths_N: np.ndarray, length: int) -> np.ndarray:
-    """In token rows, first tokens of documents behind each other, of the padding behind them, and the end: int32.
+    """First tokens of the documents of a row, of the padding behind them, and the end: int32.
 
     Example:
         >>> starts_of(np.array([3, 2]), 8).tolist(), starts_of(np.array([3, 2]), 5).tolist()

@@ -113,8 +113,8 @@ def _in_pairs(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packing:
 
 
 def _equal(ids: np.ndarray, length_N: np.ndarray, seq_len: int) -> np.ndarray:
-    """Of each packed pair of conversations whether its two pieces, one behind the other in `ids`, are equal in what a
-    row keeps of them."""
+    """True for each packed pair of conversations whose two pieces, consecutive in `ids`, are equal in the tokens that a
+    row keeps."""
     starts = np.cumsum(length_N) - length_N
     kept = np.minimum(length_N, seq_len + 1)  # the target of the last position too
     pieces = [ids[start : start + num] for start, num in zip(starts.tolist(), kept.tolist(), strict=True)]

@@ -35,7 +35,7 @@ def hash64(*keys: np.ndarray | np.integer | int) -> np.ndarray:
 
 
 def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """For hashing, the ranges [start, start + length) one after the other, as one int64 array.
+    """Concatenate the ranges [start, start + length) into one int64 array.
 
     Example:
         >>> ragged_arange(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist()

@@ -201,8 +201,8 @@ def _pattern(state: Mapping[str, Any] | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def _bytes_of_characters() -> dict[str, int]:
-    """In a ranked BPE, the byte of each character that a byte is written as in a vocabulary, as GPT-2 has them: those
-    that can be seen are themselves, the others follow from 256 on."""
+    """Map each character of a ranked BPE's vocabulary to its byte, as GPT-2 does: visible characters are themselves,
+    the others follow from 256 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}

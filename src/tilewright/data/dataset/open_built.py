@@ -72,8 +72,8 @@ def find_records(folder: Path, kind: str, wanted: str) -> Iterator[dict[str, Any
 
 
 def matches(row: Mapping[str, Any], wanted: str) -> bool:
-    """To find a record of a built dataset: true if `wanted` is the beginning of a row's id, the name of its file or the
-    end of its path, or the stage or rule that dropped it. Of names it may be a glob: * stands for anything.
+    """True if a record of a built dataset matches `wanted`: the beginning of its id, the name of its file, the end of
+    its path, or the stage or rule that dropped it. Names may be globs: * stands for anything.
 
     Example:
         >>> row = {"id": "0a1b", "path": "notes/torn.png", "stage": "read", "rule": "damaged image"}

@@ -92,8 +92,8 @@ class PreparedChat(PreparedData):
         return self._with_reference({name: np.repeat(v[:, None], 2, 1) for name, v in blank.items()}, np.array([-1]))
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
-        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain of prepared chat data; the
-        same on every call."""
+        """Return at most `num` batches of at most `micro_batch_size` held-out rows of one domain of prepared chat data,
+        the same on every call."""
         if self.rows == "documents" and not self.pairs:
             return super().eval_batches(domain, micro_batch_size, num)
         chosen = self._eval_rows(domain, micro_batch_size * num)

@@ -66,7 +66,7 @@ class PreparedImages:
         return {"pixel_values": np.zeros(shape, np.float32), "labels": np.array([IGNORE], np.int64)}
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
-        """At most `num` batches of held-out prepared images, the same on every call."""
+        """Return at most `num` batches of held-out prepared images, the same on every call."""
         size = len(self._rows["holdout"])
         take = min(num * micro_batch_size, size)
         order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))

@@ -114,8 +114,8 @@ class PreparedData:
 
     @cached_property
     def attention_share(self) -> float:
-        """In prepared text, the share of the pairs of positions in full rows that documents of as many tokens have: the
-        sum of L^2 over that of L times `seq_len`. 1 where rows are packed."""
+        """The share of position pairs of full rows that are within documents: the sum of L^2 over that of L times
+        `seq_len`, for prepared text in rows of documents; 1 where rows are packed."""
         if self.rows != "documents":
             return 1.0
         lengths = self._rows["train"].packing.lengths_P.astype(np.float64)
@@ -159,8 +159,8 @@ class PreparedData:
         return batch | {STARTS: starts_of(rows.lengths(rows_N), length)}
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
-        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain of prepared text; the same on
-        every call. Of documents as many behind each other as have `micro_batch_size * seq_len` tokens."""
+        """Return at most `num` batches of at most `micro_batch_size` held-out rows of one domain of prepared text, the
+        same on every call. Of whole documents, a batch has as many as fit into `micro_batch_size * seq_len` tokens."""
         if self.rows == "documents":
             parts, most = self._eval_documents(domain, micro_batch_size, num), micro_batch_size * self.seq_len
             lengths = [padded_length(int(self._rows["holdout"].lengths(part).sum()), most) for part in parts]
@@ -201,7 +201,7 @@ class PreparedData:
         return self.summary["domains"][domain].get("compressors", {})
 
     def _eval_rows(self, domain: str, num: int) -> np.ndarray:
-        """At most `num` held-out rows of one domain of prepared text, the same on every call."""
+        """Choose at most `num` held-out rows of one domain of prepared text, the same on every call."""
         first, stop = self._ranges["holdout"][domain]
         size = stop - first
         take = min(num, size)

@@ -89,8 +89,7 @@ def too_long(name: str, longest: int, num_bytes: int) -> Rejected:
 
 
 def _open_character(data: bytearray) -> int:
-    """In a file's lines, bytes at the end of UTF-8 `data` that begin a character whose rest is not there; 0 where it
-    ends whole."""
+    """Count the bytes at the end of UTF-8 `data` that begin an incomplete character; 0 where it ends whole."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte & 0xC0 != 0x80:  # the first byte of a character: its high bits count the bytes

@@ -235,8 +235,8 @@ def encode_shard(
 
 
 def clusters_of(clusters: Path, shard: int) -> dict[int, int]:
-    """For encoded rows, the clusters of near-copies of a shard's records, by their numbers; one without near-copies is
-    its own."""
+    """Map the records of a shard, by number, to their clusters of near-copies; a record that is missing is its own
+    cluster."""
     known = np.load(clusters / "clusters.npy", allow_pickle=False)
     known = known[shard_of(known["doc"]) == shard]
     return dict(zip(known["doc"].tolist(), known["cluster"].tolist(), strict=True))

@@ -10,42 +10,42 @@ _AFTER_COPIES = ("unique", "sample")
 
 
 def before_filters(build: DataBuild) -> str:
-    """In the order of stages, the one whose records filters of the user judge."""
+    """The stage whose records the user's filters judge."""
     return _before(build, "filters")
 
 
 def before_quality(build: DataBuild) -> str:
-    """In the order of stages, the one whose records are scored for quality."""
+    """The stage whose records are scored for quality."""
     return _before(build, "quality")
 
 
 def before_noise(build: DataBuild) -> str:
-    """In the order of stages, the one whose records are scored for noise."""
+    """The stage whose records are scored for noise."""
     return _before(build, "noise")
 
 
 def before_copies(build: DataBuild) -> str:
-    """In the order of stages, the one whose records the search for copies begins with."""
+    """The stage whose records the search for copies begins with."""
     return _last_of(build, _BEFORE_COPIES)
 
 
 def last_kept(build: DataBuild) -> str:
-    """In the order of stages, the last one whose records are the dataset's."""
+    """The last of the stages that drop records; what it keeps is the dataset."""
     return _last_of(build, _AFTER_COPIES)
 
 
 def encoding(build: DataBuild) -> str:
-    """In the order of stages, the one that makes token streams of the records."""
+    """The stage that makes token streams of the records."""
     return "render" if build.chat.is_on else "encode"
 
 
 def with_tokenizer(build: DataBuild) -> str:
-    """In the order of stages, the one whose folder `tokenizer` is the dataset's."""
+    """The stage whose folder `tokenizer` becomes the dataset's."""
     return "template" if build.chat.is_on else "tokenizer"
 
 
 def rejecting(build: DataBuild) -> list[str]:
-    """In their order, the stages that write rejects of each shard, in their order."""
+    """The stages that write rejects of each shard, in their order."""
     names = ("read", "repair", *_BEFORE_COPIES, *_AFTER_COPIES, encoding(build))
     return [name for name in names if _is_on(build, name)]
 

@@ -125,8 +125,8 @@ class TilewrightLM(TemplateLM):
         return self.codec.encode(string, add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For lm_eval's model: (log-likelihood of the answer in nats, whether it is what greedy decoding gives) of each
-        request."""
+        """Score the answer of each lm_eval request: (log-likelihood in nats, true if greedy decoding gives that
+        answer)."""
         pairs = []
         for request in requests:
             context, answer = cast(tuple[str, str], request.args)
@@ -207,7 +207,7 @@ class TilewrightLM(TemplateLM):
         return list(logits_NV.log_softmax(-1).split([len(answer) for _, _, answer in batch]))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """For lm_eval's model, the text that the model writes after each context, up to a stop text."""
+        """Write a text after the context of each lm_eval request, up to a stop text."""
         order = Collator(
             [cast(tuple[str, dict[str, Any]], request.args) for request in requests],
             sort_fn=lambda request: (-len(self.tok_encode(request[0])), request[0]),

@@ -74,8 +74,8 @@ class TextCodec:
 
 
 def _declared_prefix(folder: Path) -> bool | None:
-    """For lm_eval's text, the value of `add_bos_token`; None where neither it nor `add_eos_token` is there
-    (transformers reads it so)."""
+    """The tokenizer folder's `add_bos_token`; None if neither it nor `add_eos_token` is there (as transformers reads
+    it)."""
     if not (folder / CONFIG).is_file():
         return None
     values = json.loads((folder / CONFIG).read_bytes())

@@ -69,8 +69,8 @@ def other_layers(asked: int, there: int) -> ConfigError:
 
 
 def input_tiers(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[int, Tier]:
-    """To apply a plan, where the input of each layer group waits, by its place; the last one's output waits for the
-    loss."""
+    """The memory tier in which the input of each layer group waits, by place. The last entry is the output that waits
+    for the loss."""
     found: dict[int, Tier] = {
         place: memory_plan.layers[part.layers[0]].inputs for place, part in enumerate(layer_groups.groups)
     }

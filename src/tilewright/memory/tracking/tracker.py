@@ -67,8 +67,8 @@ class _Stretch:
     after: _Moment
 
     def most(self, owner: str, owned: int) -> int:
-        """In the tracker's stretch, the larger of what an owner has before and after: as its keepers report it, else
-        `owned`; and what is put together of it then."""
+        """The larger of an owner's bytes before and after this stretch, with what is gathered of it then. Bytes that
+        its keepers report replace `owned`."""
         told = owner in self.before.reported or owner in self.after.reported
         moments = (self.before, self.after)
         return max((m.reported.get(owner, 0) if told else m.own(owner, owned)) + m.whole.get(owner, 0) for m in moments)
@@ -217,8 +217,8 @@ class MemoryTracker:
         return _Moment(*self._probe.live_and_kept(), self._gradients(), reported, self._on_top())
 
     def _on_top(self) -> Mapping[str, int]:
-        """On top of the memory tracker's owners: bytes that a sharded model has gathered, and those counted beside
-        them."""
+        """Bytes that are counted besides an owner's own: gathered parts of a sharded model, and what others counted for
+        it."""
         total = Counter(self._whole())
         for num_bytes in self._beside:
             total.update(num_bytes())

@@ -11,7 +11,7 @@ Visit = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _StandIn(nn.Module):
-    """In a layer's place: answers calls by `visit`, and all else as the layer would."""
+    """A stand-in for a layer: its call goes to `visit`; attributes are the layer's."""
 
     def __init__(self, index: int, layer: nn.Module, visit: Visit) -> None:
         super().__init__()

@@ -376,5 +376,5 @@ def _joined(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _largest_divisor(number: int, at_most: int) -> int:
-    """For a decoder's config, the largest divisor of `number` that is not above `at_most`."""
+    """The largest divisor of a decoder's number of heads or experts that is at most `at_most`, for advice."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)

@@ -69,8 +69,8 @@ def layer_parameters(config: DecoderConfig, layer: int) -> int:
 
 
 def attention_weights(config: DecoderConfig) -> int:
-    """For FLOPs, elements of a layer's attention projections; each does 2 FLOPs per token. `config`: of the layer, see
-    `DecoderConfig.at`."""
+    """Count the elements of a layer's attention projections; each costs 2 FLOPs per token. `config` is the layer's own,
+    see `DecoderConfig.at`."""
     if not config.num_heads:
         return 0
     dim, heads = config.dim, config.num_heads
@@ -86,7 +86,7 @@ def attention_weights(config: DecoderConfig) -> int:
 
 
 def mlp_weights(config: DecoderConfig, layer: int) -> int:
-    """For FLOPs, elements of a layer's MLP weights; with experts all of them and the router's."""
+    """Count the elements of a layer's MLP weights; with experts, those of all experts and of the router."""
     config = config.at(layer)
     if not config.is_moe(layer):
         return 3 * config.dim * config.ffn_dim
@@ -95,7 +95,7 @@ def mlp_weights(config: DecoderConfig, layer: int) -> int:
 
 
 def hidden_width(config: DecoderConfig, layer: int) -> int:
-    """For FLOPs, the width of the hidden layer of an MLP, or of one expert."""
+    """The width of the hidden layer of an MLP, or of one expert, for its FLOPs."""
     config = config.at(layer)
     return config.expert_dim if config.is_moe(layer) else config.ffn_dim
 
@@ -174,7 +174,7 @@ def _attention_flops(config: DecoderConfig, seq_len: int, *, causal: bool) -> fl
 
 
 def mean_keys(seq_len: int, window: int = 0) -> float:
-    """For FLOPs, keys that a position of a row sees on average, itself included.
+    """The mean number of keys that a position of a row attends to, itself included, for FLOPs of attention.
 
     Args:
         seq_len: positions of the row.
@@ -189,7 +189,7 @@ def mean_keys(seq_len: int, window: int = 0) -> float:
 
 
 def _last_width(config: DecoderConfig, layer: int) -> int:
-    """For FLOPs, features that a layer's last matmul takes."""
+    """The number of input features of a layer's last matmul, for its FLOPs."""
     if not config.ffn_dim:
         return config.num_heads * config.value_head_dim
     return config.shared_width if config.is_moe(layer) else config.ffn_dim

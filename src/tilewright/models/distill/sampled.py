@@ -72,7 +72,7 @@ def weights(logs_CG: Tensor) -> Tensor:
 
 
 def forward_divergence(theirs_CG: Tensor, ours_CG: Tensor) -> Tensor:
-    """From sampled tokens, an estimate of the forward divergence at each position [C, 1], which may be below zero.
+    """Estimate the forward divergence at each position [C, 1] from sampled tokens; it may be below zero.
 
     Args:
         theirs_CG: of `sample_tokens`.

@@ -309,8 +309,8 @@ def _check_no_kernels(values: Any, file: Path) -> None:
 
 
 def _fp8_weights(path: Path | str, config: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredWeight]]:
-    """To load FP8: the names that the folder holds, and its FP8 weights; nothing where transformers has another method
-    for it.
+    """Find the stored tensors of a folder and its FP8 weights; nothing if transformers loads the folder by another
+    method.
 
     Looked at also where config.json names no method: transformers would take the codes for weights.
     """

@@ -47,8 +47,8 @@ def forward_arguments(
 
 
 def _takes(net: "PreTrainedModel", name: str) -> bool:
-    """For packing, true if forward has an argument of that name, or hands any on to a model whose config has it
-    (GraniteMoE)."""
+    """True if the model's forward takes this argument of packed rows, itself or through a model whose config has
+    it (GraniteMoE)."""
     parameters = inspect.signature(net.forward).parameters
     if name in parameters:
         return True
@@ -116,8 +116,8 @@ def documents_as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_packed_rows(out: LossOutput, batch: Mapping[str, Tensor]) -> LossOutput:
-    """In packed rows, the loss of each target where it was before `documents_as_rows`; `out` itself of other
-    batches."""
+    """Move the loss of each target from rows of documents to where it was in packed rows; other batches return
+    `out`."""
     if PACKED not in batch or out.each is None:
         return out
     rows, length = batch[PACKED_SHAPE].tolist()

@@ -100,7 +100,7 @@ def probe_language_model(net: "PreTrainedModel", vocab_size: int) -> InputStyle:
 
 
 def has_window(net: "PreTrainedModel") -> bool:
-    """For the probe, true if some layer attends within a window, which a mask of ours would take the place of."""
+    """True if some layer attends within a window, which our own mask would replace."""
     config = net.config.get_text_config().to_dict()
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     return bool(kinds) or any(value for key, value in config.items() if "window" in key or "local_attention" in key)

@@ -44,8 +44,8 @@ class RowUse:
 
 @contextmanager
 def real_integers() -> Iterator[None]:
-    """To find row lengths: inside, a model is built whose floating-point tensors have no bytes, while whole numbers
-    (position ids) and booleans have."""
+    """Build a model inside this context whose floating-point tensors have no memory; integers (position ids) and
+    booleans have."""
     with torch.device("meta"), _RealIntegers():
         yield
 

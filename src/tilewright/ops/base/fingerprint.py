@@ -28,9 +28,8 @@ def fingerprint(x: Tensor) -> int:
 
 
 def is_held_elsewhere(owner: dict[str, Any], name: str) -> bool:
-    """For a fingerprint that is kept, true if anyone but `owner[name]` can reach the memory of this CPU tensor: holds
-    the tensor, a view or another tensor on its memory, an array of NumPy, or, in another process, its shared memory.
-    Where torch does not say, True.
+    """True if the memory of the CPU tensor `owner[name]` can be reached from elsewhere: from another tensor, a view, a
+    NumPy array, or another process that shares it. True where torch does not say.
 
     Not seen is a bare address.
 

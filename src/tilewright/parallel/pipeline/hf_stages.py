@@ -169,8 +169,8 @@ def _ties(first: list[nn.Module], last: list[nn.Module]) -> list[Tie]:
 
 
 def _let_go(module: nn.Module, tied: set[str]) -> None:
-    """In a Hugging Face model's stages, zeros without memory in the place of what another rank has: the model's own
-    forward may read them, and drops what comes of it."""
+    """Replace parameters that another rank holds by zeros without memory. The model's own forward may read them; what
+    it computes from them is dropped."""
     for name in [name for name, param in module._parameters.items() if param is not None and name not in tied]:
         param = module._parameters.pop(name)
         assert param is not None

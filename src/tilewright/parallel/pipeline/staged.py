@@ -154,8 +154,8 @@ class Staged:
 
     @property
     def other_end(self) -> int | None:
-        """In a staged model, the rank in the row that holds this rank's tied parameters too; None where there are none,
-        or where one rank has both ends."""
+        """The rank of the row that also holds this rank's tied parameters; None if there are none, or if one rank has
+        both ends."""
         if not self.ties or self.has_first == self.has_last:
             return None
         return self.pipeline.rank_of(self.pipeline.num_stages - 1 if self.has_first else 0)

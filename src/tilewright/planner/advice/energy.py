@@ -79,8 +79,8 @@ def planned_energy(plan: Plan, steps: int, machines: int = 1) -> PlannedEnergy |
 
 
 def flops_per_token(plan: Plan) -> float | None:
-    """For the energy's record, FLOPs of a token's matmuls in training, attention and what is computed again left out;
-    None of a model whose shapes are not known."""
+    """FLOPs per token of the matmuls of training, for the energy record. Attention and recomputation are left out; None
+    for a model of unknown shapes."""
     if plan.shape.unknown:
         return None
     shape, recipe = plan.whole or plan.shape, plan.recipe

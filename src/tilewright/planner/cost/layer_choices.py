@@ -145,7 +145,7 @@ def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
 
 
 def update_bytes(weights: Weights, setting: GlobalConfig, shape: ModelShape) -> float:
-    """For the choices, bytes that the update of some parameters, of all ranks together, takes: none with AdamW."""
+    """Bytes that a Muon update of these weights takes beyond weights, gradients and states, on all ranks together."""
     if setting.optimizer != "muon":
         return 0.0
     multiplied = BYTES[shape.direction_format]

@@ -314,7 +314,7 @@ def middle(several: Sequence[Ceilings]) -> Ceilings:
 
 
 def _of_rounds(rounds: Sequence[Any], pick: Callable[[Sequence[float]], float]) -> Any:
-    """Of each ceiling over several rounds the one that `pick` takes."""
+    """Choose each ceiling among its values of several rounds by `pick`."""
     if not isinstance(rounds[0], Mapping):
         return pick(rounds)
     return {name: _of_rounds([found[name] for found in rounds], pick) for name in rounds[0]}

@@ -244,13 +244,13 @@ class _Found:
 
 
 def _rest(trace: Trace, layers: Sequence[object], name: str) -> float:
-    """Of a number of a Hugging Face model's trace what its layers have no part in."""
+    """The part of a traced number that belongs to no layer of a Hugging Face model."""
     return max(0.0, getattr(trace, name) - sum(getattr(layer, name) for layer in layers))
 
 
 def _rest_moved(trace: Trace) -> tuple[float, float]:
-    """Of bytes moved in a Hugging Face model's trace, and of those written into new memory, what its layers have no
-    part in."""
+    """Bytes that operations outside the layers of a Hugging Face model move, and those that they write into new
+    memory."""
     return _rest(trace, trace.layers.traffic, "moved"), _rest(trace, trace.layers.traffic, "fresh")
 
 

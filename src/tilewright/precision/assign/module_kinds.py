@@ -60,7 +60,7 @@ class ModuleSite:
 
     @property
     def features(self) -> tuple[int, int] | None:
-        """In and out features of a linear layer as a kind of module, or of each of a stack of them."""
+        """The input and output features of a linear layer, or of each layer of a stack."""
         if self.weight is not None:
             return self.weight.features(self.module)
         return (self.module.in_features, self.module.out_features) if isinstance(self.module, nn.Linear) else None

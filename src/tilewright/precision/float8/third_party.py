@@ -38,7 +38,7 @@ class Owned:
     transposed: bool = False
 
     def features(self, module: nn.Module) -> tuple[int, int]:
-        """In and out features of a third-party module's matrix, or of each."""
+        """The input and output features of a third-party module's matrix, or of each matrix of a stack."""
         rows, columns = getattr(module, self.name).shape[-2:]
         return (rows, columns) if self.transposed else (columns, rows)
 

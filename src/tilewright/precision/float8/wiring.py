@@ -51,7 +51,7 @@ def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _reads_both(reader: Float8Linear, first: Float8Linear) -> bool:
-    """For the wiring, true for a layer that takes both copies, by rows, in the format of the first.
+    """True if a layer takes both copies of the shared input, by rows, in the format of the first reader.
 
     A layer that keeps its input itself takes the row-wise copy alone, so it quantises that.
     """

@@ -36,7 +36,7 @@ class Adapted(nn.Module):
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """For adapters, true where a layer stores its weight [K, M], as Conv1D of GPT-2 does."""
+    """True if a layer that gets an adapter stores its weight as [K, M], as Conv1D of GPT-2 does."""
     return any(weight.transposed and not weight.stacked for weight in owned(module))
 
 

@@ -215,7 +215,7 @@ def merge_lora(model: nn.Module) -> list[str]:
 
 
 def _mark_draws(model: nn.Module) -> None:
-    """For LoRA, mark mixtures of experts whose adapters of experts draw what they drop."""
+    """Mark the mixtures of experts whose adapters use dropout, and so draw random numbers."""
     for module in model.modules():
         if isinstance(module, MoE):
             module.draws = any(vars(part).get("lora_dropout", 0.0) for part in module.experts.modules())

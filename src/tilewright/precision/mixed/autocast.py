@@ -107,8 +107,8 @@ class Fp32Functions(TorchFunctionMode):
 
 
 def _compact(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """For autocast on a CPU: a function that multiplies these 16-bit operands in FP32 and keeps them for backward; None
-    for most."""
+    """The function that multiplies these 16-bit operands in FP32 on a CPU and saves them in 16 bits for backward; None
+    for most functions."""
     if in_func_transform():  # what is made of torch's own operations takes any transform
         return None
     if func is not F.linear and (func not in _MATMULS or kwargs or min(t.ndim for t in args) < 2):

@@ -61,8 +61,7 @@ class Cast(_Layer):
         self.round_tf32 = round_tf32
 
     def _no_autocast(self, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-        """Without autocast in a casting layer: run(x, *args) outside of any region: the format is this layer's own
-        affair."""
+        """Run run(x, *args) outside of any autocast region: a casting layer chooses its own format."""
         if queue := breaks_graph(self):
             return queue.eagerly(self._no_autocast, run, x, *args)  # type: ignore[misc]
         if not torch.is_autocast_enabled(x.device.type):

@@ -71,8 +71,8 @@ class LossModel:
 
 
 def shrink_to_mean(values: Mapping[Product, Sequence[float]]) -> dict[Product, float]:
-    """For the loss model, means of noisy values, drawn towards their common mean by the share of their spread that is
-    noise.
+    """Shrink the means of the loss model's noisy values towards their common mean, by the share of their variance that
+    is noise.
 
     Example: the two differ by far less than each wavers, so they are hardly told apart.
         >>> drawn = shrink_to_mean({("a", "fprop"): (-2.0, 4.0), ("b", "fprop"): (-1.0, 5.0)})

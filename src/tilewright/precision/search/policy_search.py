@@ -55,7 +55,7 @@ class SearchSpace:
         return [(unit.name, gemm) for unit in self.units for gemm in GEMM_NAMES]
 
     def may_be_fp8(self, matmul: Product) -> bool:
-        """For the search, false for matmuls that a rule keeps out of FP8, or that gave infinities or NaN in it."""
+        """True if the search may run this matmul in FP8: no rule forbids it, and it gave no infinities or NaN."""
         wanted = self.fixed.get(matmul)
         return wanted == "fp8_tile" or (wanted is None and math.isfinite(self.model.costs[matmul]))
 

@@ -148,7 +148,8 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
 
 @contextmanager
 def all_in(model: nn.Module, gemms: Gemms):
-    """For sensitivity, all switchable layers in one format; yields them by name, and puts everything back as it was."""
+    """Put all switchable layers in one format inside the context, to measure sensitivity; yields them by name, and
+    restores their formats."""
     layers = float8_layers(model)
     before = {name: layer.gemms for name, layer in layers.items()}
     try:

@@ -97,8 +97,8 @@ def loss_figure(run: RunData) -> Figure | None:
 
 
 def domain_colours(run: RunData) -> dict[str, int]:
-    """In run figures, the colour of each domain that was evaluated, the same in all charts: 1 to 5. Colour 0 is of all
-    domains."""
+    """The colour of each domain that was evaluated, the same in all charts: 1 to 5. Colour 0 is that of all domains
+    together."""
     return {domain: 1 + i % 5 for i, domain in enumerate(domain_losses(run))}
 
 

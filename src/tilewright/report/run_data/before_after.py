@@ -114,7 +114,7 @@ def changes(run: RunData) -> list[DomainChange]:
 
 
 def _same_text(run: RunData) -> str:
-    """For before and after, the table in which the first and the last evaluation are of the same rows."""
+    """The name of the evaluation table in which the first and the last evaluation read the same rows."""
     ends = [sum(result["tokens"] for result in row["eval_all"].values()) for row in (*run.evals[:1], *run.evals[-1:])]
     return "eval_all" if len(set(ends)) == 1 else "eval"
 

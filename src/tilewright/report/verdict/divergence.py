@@ -74,7 +74,7 @@ def width(losses: Sequence[float]) -> int:
 
 
 def _stopped(run: RunData) -> str:
-    """For the rule of divergence, a sentence on a run that was stopped on bad numbers; empty where it was not."""
+    """A sentence on a run that was stopped on bad numbers; empty if it was not."""
     event = last_process_event(run)
     if event.get("kind") != "stop" or event.get("cause") != "numerics":
         return ""

@@ -169,8 +169,7 @@ def spikes(run: RunData) -> Verdict:
 
 
 def judge_outliers(rule: VerdictRule, values: list[float], found: list[bool], what: str) -> Verdict:
-    """For rules on learning, the verdict on the share of outliers among those of the values that could be compared with
-    earlier ones."""
+    """Judge a curve by its share of outliers, among the values that could be compared with earlier ones."""
     if len(found) < MIN_RECORDS:
         return rule.too_short(len(values), MIN_RECORDS + len(values) - len(found))
     count = sum(found)

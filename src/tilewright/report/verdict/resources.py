@@ -139,7 +139,8 @@ def leak(run: RunData) -> Verdict:
 
 
 def _longest_part(run: RunData) -> list[float]:
-    """For the rule on resources, peaks between the moments at which buffers that stay are made, in the longest part."""
+    """The memory peaks of the longest part of a run, which evaluations and saves divide: their buffers stay
+    allocated."""
     evaluations, saves = run.kinds("eval"), [event for event in run.kinds("save") if event.get("background")]
     steps = (
         [step for event in events if (step := number(event.get("step"))) is not None] for events in (evaluations, saves)

@@ -157,8 +157,8 @@ class WatchHandler(BaseHTTPRequestHandler):
             self._text(HTTPStatus.NOT_FOUND, "no such page")
 
     def _is_allowed(self) -> bool:
-        """For the watching server's requests: false, with the answer sent, where another host or site is behind a
-        request."""
+        """True if the watching server may answer this request. False, with the refusal sent, if another host or site
+        sent it."""
         headers = {name.lower(): value for name, value in self.headers.items()}
         if self.path == "/":  # a link on another page may lead here
             headers.pop("sec-fetch-site", None)

@@ -105,7 +105,7 @@ class JsonTail:
 
 
 def parse(line: bytes) -> Row | None:
-    """In the tail, the JSON object in a line of the .jsonl file, None where there is none.
+    """The JSON object in a line of a .jsonl file; None where there is none.
 
     Example:
         >>> parse(b'{"step": 3}'), parse(b'{"step": '), parse(b"3")

@@ -29,12 +29,12 @@ class TokenTexts:
         self._byte_level = _decodes_bytes(tokenizer)
 
     def text_of(self, token: int) -> str:
-        """For log-probabilities, the text of a token; the name of a special token; replacement characters where it is a
-        part of a character."""
+        """The text of a token, reported with its log-probability; the name of a special token. A part of a character
+        becomes replacement characters."""
         return self.bytes_of(token).decode("utf-8", errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """For log-probabilities, the bytes of a token."""
+        """The bytes of a token, reported with its log-probability."""
         name = self._tokenizer.backend.id_to_token(token)
         if name is None:
             return b""
@@ -52,7 +52,7 @@ def _decodes_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def _byte_names() -> dict[str, int]:
-    """For log-probabilities' bytes, the characters that byte-level tokenizers write them with (GPT-2's table)."""
+    """The byte that each character of a byte-level tokenizer's vocabulary means (GPT-2's table)."""
     own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(rest)}

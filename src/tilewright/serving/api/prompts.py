@@ -103,8 +103,8 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
 
 
 def thoughts_of(session: Session, ids: Sequence[int]) -> bool | None:
-    """For a prompt, true where an answer begins within a thought; None where the template has none. Answers in a given
-    form have none either."""
+    """True if the answer to a prompt begins within a thought; None if the template has none. Answers in a given form
+    have none either."""
     if session.chat is None or not thinks(session.chat.source):
         return None
     return begins_inside(keeping(session.tokenizer, THOUGHT_MARKS).decode(list(ids)[-_TAIL:]))

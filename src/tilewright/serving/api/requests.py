@@ -94,7 +94,7 @@ class ApiRequest(Strict):
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
     def num_top(self) -> int | None:
-        """In a request, how many likeliest tokens are told with each one; None: no log-probabilities."""
+        """The number of likeliest tokens that a request wants reported with each token; None: no log-probabilities."""
         return None
 
 

@@ -89,9 +89,8 @@ class TextRules:
 
 
 def _taught(recipe: Recipe, chat: ChatTemplate) -> int | None:
-    """For the tokenizer's files, the template's own end of an answer, where conversations were trained and nothing that
-    was loaded declares it. A token that begins the next turn ends no text: it is a stop, and the end of a text
-    stays."""
+    """The token that ends an answer in the chat template, if the run trained conversations and no loaded file declares
+    it. A token that begins the next turn ends no text: it is a stop, and the end of a text stays."""
     own = chat.ending
     if recipe.data.format == "text" or own.id is None or own.closing or own.id in chat.tokenizer.stop_ids:
         return None

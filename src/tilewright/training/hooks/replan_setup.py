@@ -77,8 +77,8 @@ def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
 
 
 def cheapest_fixes(setup: RunContext) -> list[str]:
-    """For the re-planner's error, the three cheapest changes with which this run takes less than it does; none where it
-    cannot be planned."""
+    """The three cheapest changes that make this run take less memory, for the re-planner's error; none if it cannot be
+    planned."""
     budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
     recipe = changed(setup.recipe, {"plan.device_memory": budget})
     try:

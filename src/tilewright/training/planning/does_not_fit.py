@@ -18,8 +18,7 @@ from tilewright.planner.site import Site
 
 
 def changes_to_fit(recipe: Recipe, site: Site) -> tuple[Change, ...]:
-    """For a run that does not fit, the cheapest changes with which a recipe fits as it stands then; none of a model of
-    which nothing is known."""
+    """The cheapest changes that make a recipe fit which does not; none for a model of unknown shapes."""
     planner = site.planner(recipe)
     return () if planner.shape(recipe).unknown else to_fit(planner, site.budget(recipe, disk=True))
 
@@ -65,8 +64,7 @@ def nothing_fits(loaded: Loaded, site: Site, how: How = "least_change", *, same_
 def replanned(
     loaded: Loaded, site: Site, how: How, *, same_numbers: bool = False
 ) -> Callable[[Mapping[str, Any], Budget], Plan | None]:
-    """For a run that does not fit, the plan of the same command with more settings, in another budget; None where
-    nothing fits.
+    """A function that plans the same command with more settings and another budget; it returns None where nothing fits.
 
     Args:
         loaded: the run's settings.
@@ -97,8 +95,8 @@ def smallest_in_words(loaded: Loaded, site: Site) -> str:
 
 
 def _widest(loaded: Loaded, site: Site, how: How) -> Planner:
-    """For a run that does not fit, the planner that may decide all that some stage of `decide` may: what the error of a
-    run is about."""
+    """A planner that may decide all that any stage of `decide` may; the error of a run that does not fit is made from
+    it."""
     if how == "fastest":
         return free_planner(loaded, site)
     recipe, explicit = on_machine(loaded, site.machine).recipe, user_settings(loaded)

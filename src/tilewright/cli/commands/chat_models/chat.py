@@ -82,7 +82,8 @@ def chat(
 
 
 def _answer(talk: "_Talk", line: str, interactive: bool) -> None:
-    """In a chat, a message that cannot be answered ends a script, and not a conversation at the terminal."""
+    """Answer one message of a chat. A message that cannot be answered ends a script, but not a conversation at the
+    terminal."""
     try:
         talk.answer(line)
     except DataError as error:
@@ -124,7 +125,7 @@ class _Talk:
         self._messages = list(self._system)
 
     def answer(self, text: str) -> None:
-        """In a chat, print the answer to a message as it is drawn, and keep both."""
+        """Print the answer to a chat message as it is drawn, and add both to the conversation."""
         from tilewright.serving.session import fitting
 
         asked = [*self._messages, {"role": "user", "content": text}]

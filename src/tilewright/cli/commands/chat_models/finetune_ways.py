@@ -142,8 +142,8 @@ def _best(way: Way, planning: "_Planning") -> Way:
 
 
 def _as_fast(best: Way, way: Way, settings: Mapping[str, Any], fastest: Plan, planning: "_Planning") -> Way:
-    """As fast as can be: the way to fine-tune with these settings and those with which `train` is as fast as can be,
-    where that gains something. `fastest`: the plan that is so."""
+    """Return the fastest way to fine-tune: `best`, or these settings with those of the plan `fastest` where they gain
+    enough."""
     for more in as_settings(fastest, on_machine(way.loaded, planning.site(way.loaded).machine).recipe):
         chosen = {**settings, **more}
         loaded = typed_too(way.loaded, chosen)

@@ -56,8 +56,8 @@ class Gap:
 
 
 def parse_sizes(text: str) -> MeshSizes:
-    """For the parity check, ranks by axis in `dp_shard=2,dp_replicate=2` or `pp=2,dp_shard=2`. Of `ep=2` alone the same
-    ranks are shards.
+    """Read the ranks of a parity check by axis, as in `dp_shard=2,dp_replicate=2` or `pp=2,dp_shard=2`. With `ep=2`
+    alone the same ranks are shards.
 
     Raises:
         ConfigError: something else.
@@ -132,8 +132,8 @@ def _checked(recipe: Recipe, sizes: MeshSizes) -> str:
 
 
 def _check_mesh(recipe: Recipe, sizes: MeshSizes) -> None:
-    """For the parity check, raise ConfigError where a recipe's experts cannot be spread so, its matrices not cut, its
-    tensors not sent."""
+    """Raise ConfigError if the parity check cannot spread the experts, cut the matrices or send the tensors of this
+    recipe."""
     there = changed(recipe, {f"parallel.{axis}": size for axis, size in asdict(sizes).items()})
     for found in (*expert_conflicts(there), *tensor_conflicts(there), *sync_conflicts(there)):
         try_ = f"--parallel dp_shard={sizes.dp_shard if sizes.dp_shard > 1 else sizes.world}"
@@ -177,8 +177,7 @@ def _sides(sizes: MeshSizes) -> list[tuple[dict[str, int], list[dict[str, str]]]
 
 
 def num_stages(recipe: Recipe, sizes: MeshSizes) -> int:
-    """For the parity check, stages of a recipe's model on such ranks, each of which has a layer at least; 1 without a
-    pipeline."""
+    """Count the pipeline stages of the parity check, each with a layer at least; 1 without a pipeline."""
     if sizes.pp == 1:
         return 1
     return Pipeline.of(recipe.parallel.model_copy(update={"pp": sizes.pp})).num_stages

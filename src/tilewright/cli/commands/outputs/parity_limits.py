@@ -101,8 +101,8 @@ def _rounded(recipe: Recipe, one: "Arrays", kind: str) -> float:
 
 
 def format_of(recipe: Recipe) -> str:
-    """For parity limits, the format of matmuls: `fp32`, `16-bit` (TF32 too, whose products are of 11 bits) or
-    `8-bit`."""
+    """The format of matmuls that sets the parity limits: `fp32`, `16-bit` or `8-bit`. TF32 is `16-bit`: its matmuls
+    have 11 bits."""
     mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
     if mode in get_args(ScaledFormat):
         return "8-bit"
@@ -110,7 +110,7 @@ def format_of(recipe: Recipe) -> str:
 
 
 def in_stacks(name: str) -> str:
-    """For parity limits, a name without the number of the expert.
+    """Replace the number of the expert in a parameter's name by `*`, so that parity limits hold for the stack.
 
     Example:
         >>> in_stacks("model.layers.1.mlp.experts.3.up_proj.weight")

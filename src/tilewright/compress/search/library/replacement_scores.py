@@ -68,7 +68,7 @@ def _outs(
     stream: Sequence[Tensor],
     contexts: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, Iterator[tuple[LossOutput, Mapping[str, Tensor]]]]:
-    """For scores of replacements: by domain, the model's output of each micro-batch."""
+    """Run the model with some replaced layers: its output for each micro-batch, by domain."""
 
     def of(domain: str) -> Iterator[tuple[LossOutput, Mapping[str, Tensor]]]:
         for (name, batch), x, context in zip(flat, stream, contexts, strict=True):

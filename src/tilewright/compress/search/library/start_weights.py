@@ -141,8 +141,7 @@ def last_layer(part: Block) -> nn.Linear:
 
 
 def _seen(part: Block, data: PartData) -> Iterator[tuple[Tensor, Tensor]]:
-    """For start weights, of each micro-batch what the last layer of a part reads [M, K], and what the run's part adds
-    [M, D]."""
+    """Yield, for each micro-batch, the input [M, K] of a part's last layer, and what the run's part adds [M, D]."""
     with _reading(last_layer(part)) as read:
         for x_BSD, out_BSD, context in zip(data.inputs, data.outputs, data.contexts, strict=True):
             run_part(part, x_BSD, context)

@@ -99,7 +99,7 @@ _CERTAIN = 0.95
 
 
 def codec_of(label: str) -> str:
-    """To detect an encoding, the codec that a declared label means; "" for a label of anything but a text encoding.
+    """The codec that a declared encoding label means; "" for a label of anything but a text encoding.
 
     Example:
         >>> [codec_of(label) for label in ("ISO-8859-1", "Shift_JIS", "koi8-r", "unicode_escape", "utf8")]
@@ -115,8 +115,8 @@ def codec_of(label: str) -> str:
 
 
 def declared_encoding(head: bytes) -> str:
-    """To detect an encoding, the codec that the beginning of a text names: XML declaration, HTML `meta`, `coding:` in a
-    comment of the first two lines (PEP 263), CSS `@charset`; "" where none does.
+    """The codec of the encoding that the beginning of a text declares: in an XML declaration, HTML `meta`, `coding:` in
+    a comment of the first two lines (PEP 263), or CSS `@charset`; "" where none does.
 
     Example:
         >>> declared_encoding(b'<?xml version="1.0" encoding="iso-8859-2"?>'), declared_encoding(b"# coding: koi8-r\\n")
@@ -208,8 +208,8 @@ def _of_script(sample: bytes, script: tuple[str, ...]) -> tuple[str, str, float]
 
 
 def alphabet_share(text: str) -> float:
-    """To detect an encoding, the share of the characters beyond ASCII that are letters of one and the same alphabet, in
-    a case that a word may have, or signs where signs may be.
+    """The share of the characters beyond ASCII that are letters of one alphabet, in a case that a word may have, or
+    signs where signs may be: evidence for an encoding.
 
     Example:
         >>> alphabet_share("dépend à"), alphabet_share("dķpend Ó"), alphabet_share("MškillŠ")

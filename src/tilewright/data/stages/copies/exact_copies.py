@@ -22,7 +22,7 @@ _ROW_BITS = 40
 
 
 def doc_of(shard: int, rows: np.ndarray) -> np.ndarray:
-    """To search for copies, the number of each row of a shard over all shards, uint64; in the order of the dataset."""
+    """Number the rows of a shard over all shards, in the order of the dataset (uint64), to search for copies."""
     return np.uint64(shard << _ROW_BITS) | rows.astype(np.uint64)
 
 

@@ -109,8 +109,8 @@ def _word_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _signs_by_neighbour(data: np.ndarray, kind: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For MinHash's words, (places of marks and hyphens, whether each is a sign), by the bytes of the same document
-    beside it."""
+    """Find the marks and hyphens of a text, and whether each is a sign of its own in MinHash's words, by its neighbours
+    within the document."""
     at = np.flatnonzero(kind >= _MARK)
     space = ord(" ")
     before = np.where(np.isin(at, starts), space, data[at - 1])

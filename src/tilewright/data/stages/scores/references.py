@@ -136,8 +136,8 @@ def digests_of(kept: Path) -> np.ndarray:
 
 
 def half_of(digests: np.ndarray) -> np.ndarray:
-    """For references, the half of the corpus that records belong to, int64: 0 or 1. A record is scored by a model of
-    the other half."""
+    """The half of the corpus that each record belongs to, int64: 0 or 1. A record is scored by a reference model of the
+    other half."""
     return (hash64(0x4A1F, digests) & np.uint64(1)).astype(np.int64)
 
 

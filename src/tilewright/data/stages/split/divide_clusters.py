@@ -112,7 +112,7 @@ def _divide(
 def _without_common(
     texts: Callable[[np.ndarray], list[np.ndarray]], lengths: np.ndarray, members: np.ndarray
 ) -> list[np.ndarray]:
-    """To divide clusters, those among members by the shingles that at most half of them have."""
+    """Divide members of a cluster by the shingles that at most half of them have; members without any are one part."""
     sample = members[np.argsort(hash64(0, members), kind="stable")[:_SAMPLE]]
     hashes, counts = _hashes(texts, lengths, sample)
     pairs = np.unique(np.stack([hashes, np.repeat(np.arange(len(sample)), counts).astype(np.uint64)]), axis=1)

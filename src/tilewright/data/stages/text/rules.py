@@ -149,7 +149,7 @@ def _bin(measure: str, value: float) -> int:
 
 
 def bin_starts(measure: str) -> list[float]:
-    """For the rules' page, where each bin of a measure's histogram begins; the last one is open.
+    """The start of each histogram bin of a measure on the rules' page; the last bin is open.
 
     Example:
         >>> bin_starts("words")[:5], bin_starts("short_lines")[:3]

@@ -183,7 +183,7 @@ def load(library: Library, path: Path) -> ctypes.CDLL:
 
 
 def openmp_path() -> str | None:
-    """To build with, file of the OpenMP runtime that torch has loaded; None where it has none that we can call (then:
+    """The path of the OpenMP runtime that torch has loaded; None if there is none that we can call (kernels then use
     one thread)."""
     import torch  # noqa: F401  it loads the runtime
 

@@ -57,8 +57,8 @@ def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
 
 
 def elements(count: int, length: int, skip: int, device: torch.device) -> Tensor:
-    """For Adam's rounding, numbers of the elements of rows of this length, with `skip` more after each that are
-    elsewhere: int32, which wraps.
+    """Number the elements of rows of this length for Adam's stochastic rounding, with `skip` numbers left out after
+    each row (elements on other ranks): int32, which wraps.
 
     Example:
         >>> elements(4, 2, 3, torch.device("cpu")).tolist()

@@ -43,21 +43,20 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """For launching Triton, compute capability of a CUDA device; (0, 0) where no such device can be asked (interpreter,
-    tracing)."""
+    """The compute capability of a CUDA device; (0, 0) where none can be asked (interpreter, tracing)."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return (0, 0)
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """For launching Triton, true if the device converts to 8-bit floats and multiplies them (compute capability 8.9 and
+    """True if Triton kernels on this device can convert to 8-bit floats and multiply them (compute capability 8.9 and
     later)."""
     return capability(device) >= (8, 9)
 
 
 def constants(spec: FloatSpec) -> dict[str, int]:
-    """For launching Triton, the format as the kernels take it: see `encode.encode_tile`."""
+    """The constants of a float format that Triton kernels take: see `encode.encode_tile`."""
     least, most = exponent_range(spec)
     max_mantissa = int((spec.max / 2.0**spec.max_exponent - 1) * 2**23)
     return {
@@ -70,6 +69,5 @@ def constants(spec: FloatSpec) -> dict[str, int]:
 
 
 def raw(x: Tensor) -> Tensor:
-    """For launching Triton, x as the kernels take it: in the interpreter BF16 as int16, because its BF16 conversions
-    are not exact."""
+    """View x as Triton kernels take it: BF16 as int16 in the interpreter, whose BF16 conversions are not exact."""
     return x.view(torch.int16) if INTERPRETED and x.dtype == torch.bfloat16 else x

@@ -81,8 +81,7 @@ def _axes(rows: int, cols: int) -> int | None:
 
 
 def _as_it_lies(x: Tensor) -> tuple[Tensor, bool]:
-    """For quantising in Triton, x or its transpose as it lies, whichever is row by row, and whether it is the
-    transpose; else a copy of x."""
+    """Return x or its transpose, whichever is contiguous by rows, and whether it is the transpose; else a copy of x."""
     turned = x.T.is_contiguous() and not x.is_contiguous()
     return (x.T if turned else x.contiguous()), turned
 

@@ -146,8 +146,8 @@ def _run_on_slices(module: GroupedQueryAttention | LatentAttention | MLP, slices
 
 
 def reads_codes(module: GroupedQueryAttention | LatentAttention | MLP, x: Tensor | WithCopies) -> bool:
-    """In a cut decoder: true if the layers that read a module's input read its codes, forward and backward, in their
-    present formats. An MLP in chunks takes the value, some tokens at a time, and so does an adapter."""
+    """True if all layers that read a module's input read its codes, forward and backward, in their present formats. An
+    MLP in chunks takes the value, some tokens at a time, and so does an adapter."""
     if not isinstance(x, WithCopies) or getattr(module, "chunking", None) is not None:
         return False
     return all(

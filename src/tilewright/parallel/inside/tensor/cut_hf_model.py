@@ -284,9 +284,9 @@ def _check(model: HFModel, name: str, module: nn.Module, style: str, tp: int, sh
 
 
 def _cuts_rows(module: nn.Module, cut: _Cut) -> bool:
-    """In a Hugging Face model: true if an embedding or head is cut: it comes out even, no row is a padding token's,
-    whose gradient torch leaves out by its number, the head has no bias, and both ends are in the plan where they are
-    tied."""
+    """True if an embedding or head can be cut by rows of the vocabulary. The rows divide evenly, none is a padding
+    token's (torch leaves out its gradient by its number), the head has no bias, and both ends are in the plan where
+    they are tied."""
     head, table = cut.model.head, cut.model.table
     weight: Any = module.weight
     padded = any(getattr(part, "padding_idx", None) is not None for part in (module, table))

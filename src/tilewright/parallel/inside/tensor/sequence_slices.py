@@ -116,8 +116,7 @@ class SequenceSlices:
         return self._own(segments_BS + 1) - 1
 
     def token_numbers(self, rows: int, device: torch.device) -> Tensor:
-        """In slices of the sequence, the numbers of this rank's tokens among those of the batch; that of the first
-        where there is no token.
+        """The numbers of this rank's tokens among those of the batch; the first token's number where the rank has none.
 
         Args:
             rows: B.

@@ -63,8 +63,8 @@ class RowShape:
 
     @staticmethod
     def of(pipeline: Pipeline) -> "RowShape":
-        """For assigning documents, the shape of a schedule's pipeline. Zero-bubble ones leave a third of what 1F1B
-        does, interleaved ones 1 / virtual, two thirds of it where weight gradients wait; GPipe all.
+        """The shape of a schedule's pipeline, from which documents are assigned. A zero-bubble schedule leaves a third
+        of 1F1B's idle time, an interleaved one 1 / virtual (two thirds of that where weight gradients wait), GPipe all.
 
         Example:
             >>> RowShape.of(Pipeline(4, "zbv", 2)).filled_in, RowShape.of(Pipeline(4, "interleaved", 2)).filled_in

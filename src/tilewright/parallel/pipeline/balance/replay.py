@@ -151,8 +151,8 @@ def idle_time(rows: Sequence[Row]) -> IdleTime:
 
 
 def beside_s(rows: Sequence[Row]) -> float:
-    """For a replay, the seconds of a micro-batch beside its passes, over the ranks in a row: messages, the interpreter
-    between them."""
+    """The seconds per micro-batch that are not in its passes (messages, the interpreter between them), summed over the
+    ranks of a row."""
     microbatches = len({one.microbatch for one in _all(rows[0])})
     between = [span_s(row) - span_s(replayed(row)) for row in rows]
     return max(0.0, math.fsum(between) / len(between)) * len(rows[0]) / microbatches

@@ -40,7 +40,8 @@ class SplitCosts:
 
     @cached_property
     def loads(self) -> list[float]:
-        """For a resplit of layers, the seconds of each rank beside its layers under a split."""
+        """The seconds of each rank that a new split of the layers does not move: the embedding of the first stage, the
+        head of the last."""
         found = [0.0] * len(self.speeds)
         found[self.rank_of[0]] += self.first
         found[self.rank_of[-1]] += self.last
@@ -147,8 +148,8 @@ def _dealt(costs: SplitCosts) -> tuple[int, ...]:
     most = count if costs.most is None else costs.most
 
     def through(rank: int) -> tuple[float, int, int]:
-        """In a split dealt out, when a rank is, with one more, and in what order ranks are that are through at the same
-        time."""
+        """When a rank would finish with one layer more; of ranks that finish at the same time, the earlier stage comes
+        first."""
         return (costs.loads[rank] + each * (held[rank] + 1)) / costs.speeds[rank], stages[rank][0], rank
 
     waiting = [through(rank) for rank in range(len(held)) if held[rank] < most]
