@@ -47,7 +47,6 @@ import torch
 from scipy.stats import spearmanr
 
 from benchmarks.common import Deadline, Stolen, machine_kind, watched_step, write_result
-from benchmarks.plans.plan_accuracy import LLAMA
 from benchmarks.worker import TurnTaker, tell
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import tune_cpu_runtime
@@ -97,6 +96,10 @@ ON_CUDA: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
     "experts": ("tiny_moe", WIDE | {"model.num_layers": "6", "model.expert_dim": "1024"}, FOUR),
     "llama": ("cpu_10m", {key: value for key, value in (FOREIGN | WIDE).items() if key not in DECODER_ONLY}, FOUR),
 }
+LLAMA = {
+    "model_type": "llama", "vocab_size": 8192, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6,
+    "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
 WIDE_LLAMA = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
     "num_key_value_heads": 8, "max_position_embeddings": 1024, "vocab_size": 32768,

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.ranks.rank_kills import SETTINGS, Job, kill_one
+from tests.training.job_of_ranks import SETTINGS, Job, kill_one
 from tests.training.tiny import last_state, rows
 from tilewright.report.page import write_report
 

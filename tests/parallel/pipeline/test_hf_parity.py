@@ -51,8 +51,8 @@ def _cut(name, kind, shards=1, recompute="none"):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_cut_on_four_ranks():
-    """By default a run is, `tests.training.test_pipeline_hf`. All families in all schedules are
-    `benchmarks.pipelines.pipeline_parity`'s."""
+    """By default a run is, `tests.training.test_pipeline_hf`. All families in all schedules were
+    compared once: benchmarks/results/pipeline_parity.json."""
     cases = [_cut("1f1b", "llama"), _cut("zbv", "qwen3-tied"), _cut("interleaved_deferred", "deepseek_v3")]
     cases += [_cut("dualpipe_v", "qwen3_moe", recompute="full")]
     _check(cases, on_ranks(4, _cases, cases))

@@ -6,7 +6,7 @@ work        what operations need while they run: the chunks of the head's loss, 
 kept pages  what glibc's malloc does not return after a free (CPU only). They are what backward's work leaves, so the
             same number stands for both; a layer that was recomputed leaves what it kept too.
 
-benchmarks/plans/plan_accuracy.py holds the sums of `planner.cost.step_phases` against real runs.
+benchmarks/plans/plan_measured.py holds the sums of `planner.cost.step_phases` against real runs.
 """
 
 from dataclasses import dataclass

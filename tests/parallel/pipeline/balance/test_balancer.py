@@ -69,8 +69,7 @@ def test_a_slow_data_rank_gets_less():
 
 
 def test_four_thousand_documents_are_placed_quickly():
-    """20 ms are wanted on a quiet machine (`benchmarks.pipelines.pipeline_idle` measures); here the order of size is
-    held."""
+    """20 ms are wanted on a quiet machine (benchmarks/results/pipeline_idle.json); here the order of size is held."""
     import time
 
     lengths = np.tile(LENGTHS, 14)[:4096]

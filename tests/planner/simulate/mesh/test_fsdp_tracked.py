@@ -2,12 +2,13 @@
 
 import pytest
 
-from benchmarks.plans.fsdp_tracked import FULL, LLAMA, SELECTIVE, apart, planned
+from tests.planner.simulate.mesh.tracked import LLAMA, apart, planned
 
 SMALL = LLAMA | {
     "model.dim": "512", "model.num_layers": "6", "model.num_heads": "8", "model.ffn_dim": "1408",
     "data.vocab_size": "2048", "data.seq_len": "2048",
 }  # fmt: skip
+FULL, SELECTIVE = ({"train.activation_checkpoint": kind} for kind in ("full", "selective"))
 ALWAYS = ("parameters", "gradients", "optimizer")
 CASES = {
     "recomputed": FULL,

@@ -1,15 +1,13 @@
-"""Bytes of a rank of 256 as torch's own `FSDPMemTracker` counts them, beside those of a search over meshes.
+"""Bytes of a rank of FSDP2 as torch's own `FSDPMemTracker` counts them, beside those of a search over meshes.
 
 The model, its precision, FSDP2's groups and the optimizer are those of a run; tensors are fake, and so is the group of
-256 ranks, so nothing is computed or sent. A step of the first rank is tracked, its second one: it has its states. What
-the two count differently:
+ranks, so nothing is computed or sent. A step of the first rank is tracked, its second one: it has its states. What the
+two count differently:
 
     the tracker    counts storages as an allocator hands them out, of eager layers and CPU operations; the head's loss
                    has five blocks of a chunk there, the fused ones of a GPU two
     the plan       takes the busiest moment of each phase: a layer's own gradients count where they are more than what
                    the layer has let go by then; small tensors (rotary angles, masks, ids) are in none of its phases
-
-python -m benchmarks.plans.fsdp_tracked
 """
 
 import multiprocessing as mp
@@ -25,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.common import parser_of, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import detect_machine
@@ -48,21 +45,11 @@ from tilewright.precision.policy.policy import Policy
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.executor.activation_policy import checkpoint_layers
 
-CLAIM = "the peak of a rank of 256 shards is within 5 % of what torch's FSDPMemTracker counts, for two models"
-WORLD = 256
 LLAMA = {
     "model.tie_embeddings": "false", "model.num_kv_heads": "8", "data.vocab_size": "128256", "data.seq_len": "8192",
     "precision.mode": "bf16_mixed", "optim.kind": "adamw", "optim.moments": "fp32", "train.compile": "off",
     "train.micro_batch_size": "1", "ops.adam": "ref", "ops.cross_entropy": "native", "run.device": "cpu",
 }  # fmt: skip
-L8B = LLAMA | {"model.dim": "4096", "model.num_layers": "32", "model.num_heads": "32", "model.ffn_dim": "14336"}
-L70B = LLAMA | {"model.dim": "8192", "model.num_layers": "80", "model.num_heads": "64", "model.ffn_dim": "28672"}
-FULL, SELECTIVE = ({"train.activation_checkpoint": kind} for kind in ("full", "selective"))
-CASES = {
-    "8B, layers recomputed": L8B | FULL,
-    "8B, outputs of matmuls kept": L8B | SELECTIVE,
-    "70B, layers recomputed": L70B | FULL,
-}
 
 
 class LossModel(nn.Module):
@@ -157,19 +144,3 @@ def apart(settings: dict[str, str], world: int, timeout_s: float) -> dict[str, f
     """`tracked`, in a process of its own."""
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:
         return pool.submit(tracked, settings, world).result(timeout_s)
-
-
-def main() -> None:
-    """All cases; the result is written after each."""
-    parser_of(__doc__).parse_args()
-    results: dict[str, Any] = {}
-    for name, settings in CASES.items():
-        found, counted = apart(settings, WORLD, 3600.0), planned(settings, WORLD)
-        off = {owner: counted[owner] / size - 1 for owner, size in found.items()}
-        results[name] = {"tracked": found, "planned": counted, "off": off}
-        print(f"{name}: { ({owner: f'{share:+.2%}' for owner, share in off.items()}) }", flush=True)
-        write_result("fsdp_tracked", CLAIM, {"world": WORLD, "cases": results}, arguments=())
-
-
-if __name__ == "__main__":
-    main()

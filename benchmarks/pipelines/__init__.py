@@ -1,1 +1,0 @@
-"""Stages: idle time, parity, memory."""

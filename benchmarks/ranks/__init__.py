@@ -1,1 +1,0 @@
-"""Several processes: exchanges, checkpoints, kills, bytes."""
