@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests.draws import examples
@@ -70,6 +71,16 @@ def test_adds_to_what_is_there_or_does_not_read_it():
     wgrad.add_weight_gradient_(out, dy, x)
     assert_snr(once, exact(dy, x), 120)
     assert_snr(out, 2 * exact(dy, x), 120)
+
+
+@needs_tiles
+def test_a_traced_model_adds_nothing():
+    """Fake tensors have no memory: the library must not be given their addresses."""
+    with FakeTensorMode():
+        dy, x = (torch.empty(7, size, dtype=torch.bfloat16) for size in (5, 6))
+        out = torch.empty(5, 6)
+        wgrad.add_weight_gradient_(out, dy, x)
+        assert wgrad.weight_gradient(dy, x).shape == (5, 6)
 
 
 @needs_tiles

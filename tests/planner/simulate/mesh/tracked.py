@@ -28,7 +28,8 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import KIND_OF, STEP_PHASES, memory_plan_of
 from tilewright.models.build import build_model
-from tilewright.ops.base.tensor_parts import part_of
+from tilewright.ops.backends.ref.low_bit_adam import factors
+from tilewright.ops.base.tensor_parts import part_of, zeros_beside
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.split import Pipeline
@@ -48,7 +49,8 @@ from tilewright.training.executor.activation_policy import checkpoint_layers
 LLAMA = {
     "model.tie_embeddings": "false", "model.num_kv_heads": "8", "data.vocab_size": "128256", "data.seq_len": "8192",
     "precision.mode": "bf16_mixed", "optim.kind": "adamw", "optim.moments": "fp32", "train.compile": "off",
-    "train.micro_batch_size": "1", "ops.adam": "ref", "ops.cross_entropy": "native", "run.device": "cpu",
+    "train.micro_batch_size": "1", "ops.adam": "ref", "ops.low_bit_adam": "ref", "ops.cross_entropy": "native",
+    "run.device": "cpu",
 }  # fmt: skip
 
 
@@ -85,10 +87,16 @@ def tracked(settings: dict[str, str], world: int) -> dict[str, float]:
         shard(whole, model.layers, mesh, Sharding(recipe.parallel.reshard_after_forward))
         fully_shard.state(whole)._lazy_init()  # as `ready` does it: the root begins
         settle(model, decide_all(model, model.precision_report.policy).sites)
-    for param in whole.parameters():
-        part_of(param)  # is kept: where parts lie is read from the mesh, which is no fake tensor
     with fake:
         optimizer = make_optimizer(recipe.optim, model, kernels, 0, None)
+    for param in whole.parameters():  # where parts lie is read from the mesh, which is no fake tensor, and then kept
+        part_of(param)
+        for shape, dtype in optimizer.state_layout(param).values():
+            zeros_beside(shape, dtype, param)
+    for group in range(len(optimizer.param_groups)):  # these are numbers, which fake tensors have not
+        for step in (1, 2):
+            factors(optimizer._hyper(group, step))
+    with fake:
         ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids.clone()}
         for param in model.parameters():  # states are there before the step that is tracked

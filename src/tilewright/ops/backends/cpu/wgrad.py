@@ -10,6 +10,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from tilewright.core.hardware import Machine, detect_machine
@@ -65,6 +66,8 @@ def add_weight_gradient_(out_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, *, adds: b
         raise TypeError(f"BF16 operands and an FP32 result are needed: {dy_NM.dtype}, {x_NK.dtype}, {out_MK.dtype}")
     if not out_MK.is_contiguous():
         raise TypeError("the result must be contiguous")
+    if isinstance(out_MK, FakeTensor):  # of a model that is only traced: there are no bytes to add to
+        return
     dy_NM, x_NK = (operand if operand.stride(1) == 1 else operand.contiguous() for operand in (dy_NM, x_NK))
     no_memory = amx.functions(WGRAD).tw_weight_gradient(
         dy_NM.data_ptr(), dy_NM.stride(0), x_NK.data_ptr(), x_NK.stride(0), out_MK.data_ptr(),
