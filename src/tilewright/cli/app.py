@@ -168,7 +168,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Main of the command line: runs it and ends the process with the exit code of what happened."""
+    """Run the command line and end the process with the exit code of what happened."""
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 

@@ -221,7 +221,8 @@ def show_dicts(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> str:
-    """A cell of a command's table: pairs as `name: text; ...`, other lists as a shape, everything else as it prints."""
+    """Format one cell of a command's table: pairs as `name: text; ...`, other lists as a shape, all else as it
+    prints."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
         return "; ".join(": ".join(map(str, pair)) for pair in value)
     if isinstance(value, list | tuple):

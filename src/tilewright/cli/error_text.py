@@ -60,14 +60,13 @@ def is_of_others(error: RuntimeError) -> bool:
 
 
 def _color() -> bool | None:
-    """Colour of an error's text: false under NO_COLOR, else click's own choice: colour on a terminal."""
+    """Decide if an error's text has colours: not under NO_COLOR, else click's own choice (a terminal has)."""
     return False if env.no_color() else None
 
 
 @contextmanager
 def told_without_settings(try_: str, where: str) -> Iterator[None]:
-    """An error's text without settings: errors from within do not advise a user to change one that the command does not
-    have.
+    """Replace advice to change settings in errors that are raised inside: the command has no settings.
 
     Args:
         try_: what to do instead, where all that an error proposes are settings.

@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def model_argument(function: Function) -> Function:
-    """The argument of a model's command: a run or a model, `runs/latest` where it is left out."""
+    """Add the argument of a command that takes a run or a model: `runs/latest` where it is left out."""
     return click.argument("name", default="runs/latest", metavar="[RUN_OR_MODEL]")(function)
 
 

@@ -14,8 +14,7 @@ from tilewright.training.planning.minutes import expected_steps, length_in_words
 
 
 def show(plan: Plan, told: Advice, other: Mapping[str, str] | None) -> None:
-    """Output of a plan: verdict, what is done with each kind of layers, bytes by owner and phase, seconds by part,
-    notes.
+    """Print a plan: verdict, treatment of each kind of layer, bytes by owner and phase, seconds by part, notes.
 
     Args:
         plan: what is shown.
@@ -82,7 +81,7 @@ def _cell(size: float) -> str:
 
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Output of a plan by layers: table of each kind: columns and rows."""
+    """Columns and rows of a plan's table of layers, a row for each kind."""
     columns = ["layers", "number", "parameters", "states", "activations", "chunks", "each takes"]
     known, rows = not plan.shape.unknown, []
     for row in plan.rows:
@@ -97,7 +96,7 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Output of a plan by ranks: table of their parts of the model: columns and rows."""
+    """Columns and rows of a plan's table of ranks and their parts of the model."""
     rows = []
     for row in plan.ranks:
         sizes = row.parameters, row.gradients, row.optimizer
@@ -106,8 +105,8 @@ def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def communication(plan: Plan) -> str:
-    """Output of a plan's communication: bytes that a rank exchanges in a step, by collective, and their seconds where
-    these are known."""
+    """Describe a plan's communication: bytes that a rank exchanges in a step, by collective, and their seconds if
+    known."""
     sent = plan.traffic
     kinds = {"all-gather": sent.gather, "reduce-scatter": sent.scatter, "all-reduce": sent.reduce}
     kinds |= {"all-to-all": sent.exchange}
@@ -141,7 +140,7 @@ def settings_in_words(found: Mapping[str, Any]) -> dict[str, str]:
 def to_json(
     plan: Plan, told: Advice = NOTHING, other: Mapping[str, str] | None = None, curve: Sequence[Plan] = ()
 ) -> dict[str, Any]:  # fmt: skip
-    """Output of a plan as JSON: contents of the tables, as plain types; None where they are not known."""
+    """Convert a plan's tables to plain types for JSON; None for what is not known."""
     known, faster, energy = not plan.shape.unknown, told.faster, _energy_of(plan)
     return {
         "verdict": plan.verdict,

@@ -29,7 +29,7 @@ _DECIDED = ("mode", "rules", "bf16_grad_layers", "fp8_min_gain", "start_mode")
 
 
 def weights_of(run: str) -> Weights:
-    """Weights for the precision search: the newest valid checkpoint of a run, and the losses that led there.
+    """The newest valid checkpoint of a run, from which the precision search starts, and the losses that led there.
 
     Raises:
         ConfigError: there is no such run.
@@ -46,8 +46,8 @@ def weights_of(run: str) -> Weights:
 
 
 def recorded_losses(run: Path) -> tuple[list[float], list[float]]:
-    """Losses for the precision search: steps and losses of a run's metrics.jsonl; none where there is no such file. A
-    corrupt line is left out."""
+    """Read steps and losses from a run's metrics.jsonl for the precision search; none without that file. A corrupt line
+    is left out."""
     path = run / "metrics.jsonl"
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
@@ -60,7 +60,7 @@ def recorded_losses(run: Path) -> tuple[list[float], list[float]]:
 
 
 def policy_text(found: SearchResult, loaded: Loaded, out: Path, intro: Sequence[str]) -> str:
-    """Output of the precision search: the policy file, with `intro` at its top."""
+    """Write the policy that the precision search found as TOML text, with `intro` at its top."""
     settings: dict[str, dict[str, object]] = {}
     values = loaded.recipe.model_dump(mode="json")
     for path, source in loaded.sources.items():
@@ -76,7 +76,7 @@ def policy_text(found: SearchResult, loaded: Loaded, out: Path, intro: Sequence[
 
 
 def intro_of(found: SearchResult, name: str, budget: str, weights: str) -> list[str]:
-    """Intro of the precision search's output: space, result, and the measure."""
+    """Introduce the policy that the precision search found: its space, its result, and the measure."""
     return [
         f"Precision policy for {name!r}, within {budget} of the loss; by `tilewright precision search`.",
         f"Predicted loss change {found.chosen.predicted}; measured on other batches {found.checked['chosen']}.",
@@ -86,14 +86,15 @@ def intro_of(found: SearchResult, name: str, budget: str, weights: str) -> list[
 
 
 def _extends(loaded: Loaded, out: Path) -> str:
-    """The recipe that the precision search's output extends: the searched one as a file beside `out` names it."""
+    """The path of the searched recipe relative to `out`, which the found policy's `extends` names."""
     if loaded.path is None or loaded.path.resolve().parent == RECIPES:
         return loaded.name
     return os.path.relpath(loaded.path.resolve(), out.resolve().parent)
 
 
 def show(found: SearchResult, budget: str) -> None:
-    """Output of the precision search: the layers that hurt most, and what the policy gains beside the usual ones."""
+    """Print the result of the precision search: the layers that hurt most, and what the policy gains over the usual
+    ones."""
     units = sorted(found.sensitivity.units, key=lambda unit: (_cost(found, unit), _blur(found, unit)), reverse=True)
     rows = []
     for unit in units[:SHOWN]:
@@ -132,7 +133,7 @@ def _cost(found: SearchResult, unit: SearchUnit) -> float:
 
 
 def _blur(found: SearchResult, unit: SearchUnit) -> float:
-    """Blur in the precision search's output: share of a step that the unit's matmuls lose together."""
+    """The share of a step that the matmuls of one unit of the precision search lose together."""
     return sum(statistics.fmean(switch.lost) for switch in _switches(found, unit).values())
 
 
@@ -146,7 +147,7 @@ def _parts_per_million(switch: FormatSwitch) -> str:
 
 
 def _remark(found: SearchResult, unit: SearchUnit) -> str:
-    """Remark in the precision search's output: one line of measurements."""
+    """One line on how a unit of the precision search was measured."""
     switches = _switches(found, unit)
     blur = ", ".join(f"{gemm} {_parts_per_million(switches[gemm])}" for gemm in GEMM_NAMES)
     lost = ", ".join(f"{name} {percent(share)}" for name, share in unit.underflow.items())

@@ -26,7 +26,7 @@ _KINDS = dict.fromkeys(("fp8_tile", "fp8_hybrid"), ("tiles", "fp8")) | {"fp8_ten
 
 
 def module_table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
-    """Table of a run's modules: their kinds, and the reasons that the last column numbers.
+    """Table of the kinds of a run's modules, and the reasons that its last column numbers.
 
     Args:
         rows: of precision.json.
@@ -48,7 +48,7 @@ def module_table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
 
 
 def kernels_in_use(kernels: Sequence[Row], modules: Sequence[Row], moments: str) -> list[Row]:
-    """Table of a run's kernels in use: rows of the operations and operand formats that it uses.
+    """Rows of a run's kernel table for the operations and operand formats that the run uses.
 
     Args:
         kernels: of machine.json: one row per operation and case, see `ops.kernels.Kernels.explain`.
@@ -71,8 +71,8 @@ def kernels_in_use(kernels: Sequence[Row], modules: Sequence[Row], moments: str)
 
 
 def chosen_table(kernels: Sequence[Row]) -> Table:
-    """Table of a run's chosen kernels: one row per operation, device and kernel, its operand formats together; no
-    device where there is one."""
+    """Table of the kernels that a run chose: one row per operation, device and kernel, with all operand formats. There
+    is no device column if there is one device."""
     groups = _grouped(kernels, lambda row: ())
     if len({device for (_, device, _), _ in groups}) == 1:
         return ("operation", "formats", "kernel"), [(op, formats, chosen) for (op, _, chosen), formats in groups]
@@ -82,7 +82,7 @@ def chosen_table(kernels: Sequence[Row]) -> Table:
 
 
 def candidate_table(kernels: Sequence[Row]) -> Table:
-    """Table of a run's candidates: one row per operation, device and chosen kernel, with the reasons against the
+    """Table of a run's candidate kernels: one row per operation, device and chosen kernel, with the reasons against the
     candidates before the chosen one."""
 
     def reasons(row: Row) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ _BREAK = re.compile(r"(?<=[./,])(?=[A-Za-z{])")
 
 
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Layout of a table: its lines, the heading first.
+    """Lay out a table as lines of text, the heading first.
 
     Args:
         columns: headings.
@@ -76,8 +76,8 @@ def _wrapped(cell: str, width: int) -> list[str]:
 
 
 def _shared(least: Sequence[int], natural: Sequence[int], width: int) -> list[int]:
-    """Shared widths of the columns in a table's layout: all get what they need at least, and those that need little
-    more get all of it."""
+    """Divide a table's width among its columns: each gets the least that it needs, and those that need little more get
+    all of it."""
     widths, rest = list(least), width - sum(least)
     order = sorted(range(len(least)), key=lambda i: natural[i] - least[i])
     for done, i in enumerate(order):
@@ -88,8 +88,7 @@ def _shared(least: Sequence[int], natural: Sequence[int], width: int) -> list[in
 
 
 def _block(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """A block in a table's layout: one row as its first cell and a line for each other cell, without those that have
-    nothing."""
+    """Lay out one row as a block: its first cell, then a line for each other cell that is not empty."""
     lines = _wrapped(row[0], width) if row[0] else []
     label = max(map(len, columns[1:]), default=0)
     for name, cell in zip(columns[1:], row[1:], strict=True):

@@ -87,7 +87,7 @@ def _scores(name: str, options: TaskOptions) -> "tuple[list[TaskScore], list[str
 
 
 def _base(opened: "OpenModel", wanted: bool | None) -> str:
-    """Base for the evaluation of tasks: folder or hub name of the model to evaluate too; "" for none."""
+    """The folder or hub name of the base model that is evaluated on the tasks too; "" for none."""
     section = opened.recipe.model if opened.recipe else None
     if section is not None and section.weights == "load":
         return "" if wanted is False else section.path
@@ -143,7 +143,7 @@ def _require_harness() -> None:
 
 
 def score_table(rows: "list[TaskScore]") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Table of tasks' scores: columns and lines: base and run beside each other where both were evaluated."""
+    """Columns and lines of the table of task scores, base and run beside each other if both were evaluated."""
     from tilewright.report.run_data.before_after import task_changes
 
     changes = task_changes(rows)

@@ -50,7 +50,7 @@ def export_run(
     limits: ConsumerLimits | None = None,
     on_row: Callable[[Row], object] = lambda row: None,
 ) -> Row:
-    """Export a run: write and prove the targets; the record, which is in exports.json too.
+    """Export a run to the targets and prove each; returns the record, which exports.json also holds.
 
     Args:
         source: the opened run.
@@ -239,7 +239,7 @@ def _proof(source: ExportSource, folder: Path, threads: int, limits: ConsumerLim
 
 
 def vocabulary_size(source: ExportSource) -> int:
-    """Rows of the embedding of the exported model: its vocabulary's size."""
+    """The vocabulary size of the exported model: rows of its embedding."""
     model = source.model
     return model.config.vocab_size  # type: ignore[attr-defined]
 

@@ -46,8 +46,8 @@ def with_stored(model: Any, stored: Stored) -> Any:
 
 
 def in_int8(model: Any) -> Any:
-    """A copy with the values that INT8 stores: linear layers and the ids' table with a scale per row, routers as they
-    were: see `onnx.int8_columns`."""
+    """Copy a model with the values that INT8 stores: linear layers and the embedding with a scale per row, routers
+    unchanged: see `onnx.int8_columns`."""
     routers = {id(module) for module in find_routers(model)}
     heads = {id(head.weight) for head in find_heads(model)}
     rows = max((len(head.weight) for head in find_heads(model)), default=0)
@@ -61,7 +61,7 @@ def in_int8(model: Any) -> Any:
 
 
 def in_codes(model: Any, codes: Mapping[str, IntegerTensor], rest: Stored) -> Any:
-    """A copy with stored values: those of codes where there are any, and `rest` elsewhere."""
+    """Copy a model with stored values: those of its codes where there are any, and `rest` elsewhere."""
 
     def stored(name: str, module: nn.Module, values: Tensor) -> Tensor:
         return codes[name].dequantize() if name in codes else rest(name, module, values)

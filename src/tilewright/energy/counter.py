@@ -77,7 +77,7 @@ class Tally:
             self.gone = _said(error)
 
     def advance(self, now: float) -> float:
-        """Advance a counter: joules since the reading before; 0 where that cannot be told.
+        """Advance an energy counter and return the joules since the reading before; 0 if they cannot be known.
 
         Args:
             now: seconds, later than at the reading before.
@@ -116,7 +116,7 @@ class Tally:
 
 
 def _between(before: float, after: float, wraps_at: float | None) -> float | None:
-    """Joules between two readings of a counter; None: it does not wrap, and went back.
+    """Joules between two readings of an energy counter; None if it went back and does not wrap.
 
     Example:
         >>> _between(10.0, 12.5, None), _between(262_000.0, 56.0, 262_144.0), _between(10.0, 1.0, None)

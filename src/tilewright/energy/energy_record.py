@@ -81,7 +81,7 @@ ENERGY = TypeAdapter(EnergyRecord)
 
 
 def joules_of(record: EnergyRecord | dict[str, Any]) -> float | None:
-    """Joules in the energy record of a run: counted, else estimated, else None.
+    """The joules of a run by its energy record: counted, else estimated, else None.
 
     Example:
         >>> joules_of({"state": "estimated", "total_j": 0.0, "estimate": {"watts": 65.0, "joules": 650.0}})
@@ -130,7 +130,8 @@ def planned_in_words(record: EnergyRecord | dict[str, Any]) -> str:
 
 
 def in_words(record: EnergyRecord | dict[str, Any]) -> str:
-    """The energy record of a run in a sentence: joules, of a token and of a FLOP, with what they are of."""
+    """Describe a run's energy record in a sentence: joules in total, per token and per FLOP, and the devices that they
+    are of."""
     joules = joules_of(record)
     if joules is None:
         return f"energy unavailable: {'; '.join(record['reasons'])}"

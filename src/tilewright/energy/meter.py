@@ -135,7 +135,7 @@ class EnergyMeter:
             self._phase = phase
 
     def use(self) -> EnergyUse:
-        """Use of energy: totals counted up to now by this meter."""
+        """The energy totals that this meter has counted up to now."""
         with self._lock:
             now = self._clock()
             self._pass_time(now)
@@ -171,8 +171,8 @@ class EnergyMeter:
         self._since, self._read_at = _no_sums(), now
 
     def _shares(self) -> dict[str, float]:
-        """Shares of metered energy: seconds of each phase since the last reading; what steps waited for data is
-        apart."""
+        """Divide the time since the last energy reading into seconds of each phase; waiting for data is one of its
+        own."""
         shares = dict(self._since)
         waited, before = self._waited(), self._waited_s
         self._waited_s = waited

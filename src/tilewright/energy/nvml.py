@@ -69,13 +69,11 @@ class Nvml:
         return cls(library) if library.nvmlInit_v2() == 0 else None
 
     def sample(self) -> list[dict[str, Any]]:
-        """Sample NVML: name, share of time with a kernel in percent, and memory in bytes of each GPU; None: not
-        known."""
+        """Sample each GPU by NVML: name, percent of time with a kernel, and memory in bytes; None: not known."""
         return [{"name": name, **self._load(handle)} for handle, name in self._devices]
 
     def counters(self, uuids: Collection[str]) -> tuple[Counter, ...]:
-        """NVML's energy counters of GPUs: their own where they have one (since Volta), else of their power as it is
-        sampled.
+        """Energy counters of GPUs by NVML: their own (since Volta), else counters of their sampled power.
 
         Args:
             uuids: of those that are meant, with or without `GPU-`.

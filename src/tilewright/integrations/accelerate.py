@@ -93,7 +93,7 @@ class AcceleratorScaler:
         return bool(others)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale by accelerate's scaler: nothing to do: gradients arrive unscaled."""
+        """Do nothing at accelerate's `unscale_`: gradients arrive unscaled."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
         """Step by accelerate's scaler unless a gradient is not finite."""
@@ -104,7 +104,7 @@ class AcceleratorScaler:
             optimizer.step(closure)
 
     def update(self) -> None:
-        """Update accelerate's scaler: move the scale by what `step` found since the last update."""
+        """Move the scale of accelerate's scaler by what `step` found since the last update."""
         found, before = bool(self._found_inf), self._before
         self._found_inf = self._before = None
         if found and before is not None:

@@ -44,8 +44,8 @@ class StreamSteps:
         return now if now["step"] == step else self._before[step]
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """Move a stream: change the weights as `Stream.move` does; a state before a step that was read ahead has the
-        change too."""
+        """Change the weights of a stream's domains as `Stream.move` does. A state that was kept before a step was read
+        ahead changes too."""
         start = self.stream.move(weights, why)
         now = self.stream.state_dict()
         for state in self._before.values() if start is not None else ():
@@ -88,12 +88,12 @@ class StreamLoader:
             yield self._batches[self._given - 1]
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """Move a stream's loader: change the weights of the domains; see `Stream.move`: other weights of the domains,
-        from the next block of samples on. Call it on every rank after the same step."""
+        """Change the weights of the domains of a stream's loader, from the next block of samples on; see `Stream.move`.
+        Call it on every rank after the same step."""
         return self.steps.move(weights, why)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a stream's loader as plain JSON values: the micro-batch that comes next."""
+        """The state of a stream's loader as plain JSON values: the micro-batch that comes next."""
         step = self.steps.stream.state_dict()["step"]
         if self.step_ends:
             return {"stream": self.steps.state_before(step), "given": 0}
@@ -144,7 +144,7 @@ class StreamRows(IterableDataset[dict[str, Tensor]]):
                 yield from map(language_model_row, *(batch[name] for name in ("input_ids", "positions", "labels")))
 
     def move(self, weights: Mapping[str, float], why: str) -> int | None:
-        """Move a stream's rows: change the weights of the domains: see `StreamLoader.move`."""
+        """Change the weights of the domains of a stream's rows: see `StreamLoader.move`."""
         return self.steps.move(weights, why)
 
 

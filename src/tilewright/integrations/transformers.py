@@ -36,7 +36,7 @@ def attach(
     scaler: DynamicScaler | None = None,
     control: ControllerSettings | None = None,
 ) -> ConversionReport:
-    """Attach precision to the Hugging Face Trainer: make its model compute as a policy says, for all of its training.
+    """Attach a precision policy to the Hugging Face Trainer: its model computes by it for all of its training.
 
     Args:
         trainer: made with neither `bf16` nor `fp16`, and not yet training.
@@ -91,7 +91,7 @@ class PrecisionCallback(TrainerCallback):
         self._evaluation = ExitStack()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) begins: the number of steps is known now: the schedule is, too."""
+        """Set the precision schedule when transformers' Trainer begins: the number of steps is known now."""
         self._schedule = ModeSchedule.over(
             state.max_steps, mode=self.mode, start_mode=self.start_mode, start_fraction=self.start_fraction
         )
@@ -99,25 +99,25 @@ class PrecisionCallback(TrainerCallback):
             self._begin_evaluation(kwargs["model"])
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) begins a step: switch where it belongs to another mode than the last one; also
-        after a resume."""
+        """Switch the precision mode when transformers' Trainer begins a step that belongs to another one; also after a
+        resume."""
         model, mode = kwargs["model"], self._schedule.at(state.global_step)
         if model.precision_report.policy.mode != mode:
             set_mode(model, mode)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) ends a step: it evaluates next, if it does."""
+        """Switch to the precision of evaluation when transformers' Trainer ends a step and evaluates next."""
         if control.should_evaluate:
             self._begin_evaluation(kwargs["model"])
 
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) has evaluated: back to the precision of training."""
+        """Return to the precision of training when transformers' Trainer has evaluated."""
         self._evaluation.close()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) logs: loss scale and skipped steps beside the loss."""
+        """Add the loss scale and the skipped steps to what transformers' Trainer logs."""
         if self.scaler is not None and state.log_history:
             state.log_history[-1] |= {"loss_scale": self.scaler.scale_value, "skipped_steps": self.scaler.skipped}
 

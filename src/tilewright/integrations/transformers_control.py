@@ -44,7 +44,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         self._before: ModuleSnapshot | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) begins under control: the model is there now."""
+        """Attach the precision controller when transformers' Trainer begins: its model exists now."""
         thresholds = {name: Threshold(**each) for name, each in self.settings["thresholds"].items()}
         settings = ControllerSettings(**{**self.settings, "thresholds": thresholds})
         group = dist.group.WORLD if args.world_size > 1 else None  # the Trainer's own
@@ -57,7 +57,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         (folder / "precision.json").write_text(to_json(table, indent=1, default=str))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) begins a step under control: its formats; hooks where it is looked at."""
+        """Set the controller's formats when transformers' Trainer begins a step, and hooks if that step is observed."""
         ours = self._control()
         self._before = ModuleSnapshot(ours.model)
         ours.enter(state.global_step)
@@ -67,8 +67,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ):
-        """Control before the Trainer's (transformers) optimizer step: judge what was seen, and drop the gradients of a
-        bad step."""
+        """Judge the gradients before transformers' Trainer calls its optimizer, and drop those of a bad step."""
         ours = self._control()
         if self._evidence is not None:
             evidence, self._evidence = self._evidence(), None
@@ -83,25 +82,24 @@ class ControllerCallback(TrainerCallback, ExportableState):
                 self._before.restore()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) ends a step under control: write down what happened."""
+        """Record the controller's moves when transformers' Trainer ends a step."""
         rows = self._control().take_rows()
         if rows:
             with Path(str(args.output_dir), "precision.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(to_json(row) + "\n" for row in rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) logs control: share of the work above 8 bits, and dropped steps, beside the
-        loss."""
+        """Add the share of work above 8 bits and the dropped steps to what transformers' Trainer logs."""
         if self.control is not None and state.log_history:
             share = self.control.controller.share_above_8bit
             state.log_history[-1] |= {"above_8bit": share, "dropped_steps": self.dropped}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) ends under control: remove hooks, if a step was broken off."""
+        """Remove the controller's hooks when transformers' Trainer ends within a step."""
         self._watching.close()
 
     def state(self) -> dict[str, Any]:
-        """State of control for the Trainer's (transformers) checkpoints: the controller's."""
+        """The controller's state, for checkpoints of transformers' Trainer."""
         saved = self.saved if self.control is None else self.control.state_dict()
         return {"args": {"settings": self.settings}, "attributes": {"saved": saved, "dropped": self.dropped}}
 

@@ -31,7 +31,7 @@ class StreamCallback(TrainerCallback, ExportableState):
         self._first = self._step = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) begins on a stream: find the rows, and continue from the checkpoint's position.
+        """Find the stream's rows when transformers' Trainer begins, and continue from the checkpoint's position.
 
         Raises:
             ConfigError: the dataset is another one, a setting is missing, or the sizes of steps differ.
@@ -52,11 +52,11 @@ class StreamCallback(TrainerCallback, ExportableState):
         self._first = rows.steps.stream.state_dict()["step"] - state.global_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) ends a step on a stream: a step more is trained."""
+        """Count a step of the stream when transformers' Trainer ends it."""
         self._step = state.global_step
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """The Trainer (transformers) ends on a stream: the position stays that of the last checkpoint."""
+        """Keep the stream's position of the last checkpoint when transformers' Trainer ends."""
         self._rows = None
 
     def state(self) -> dict[str, Any]:

@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[Tensor]) -> None:
-    """Agree on sums: add up each tensor over all ranks of the group, in place."""
+    """Add up each tensor over all ranks of the group, in place."""
     if group is not None:
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
 
 
 def reduced_on(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where agreed numbers that are on the host are reduced: there, if the group has a backend for it, so that no
-    device is waited for; else on the given device."""
+    """The device on which numbers of the host are reduced: the host, if the group has a backend for it, so that no
+    device is waited for; else the given device."""
     return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
 
 
@@ -42,7 +42,7 @@ def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device |
 
 
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:
-    """Agree on a flag: true if it is set on any rank."""
+    """Agree on a flag: true on all ranks if it is set on any."""
     if group is None:
         return flag
     found = torch.tensor(int(flag), device=reduced_on(group, torch.device(device)))
@@ -87,7 +87,7 @@ class OnAllRanksError(torch.OutOfMemoryError):
 def oom_on_all(
     group: dist.ProcessGroup | None, device: torch.device, before: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Agree on out-of-memory: inside, no rank waits for another; afterwards all continue, or none does.
+    """Agree on out-of-memory: no rank waits for another inside; afterwards all continue, or none does.
 
     Args:
         group: ranks; None: the allocator's error is raised as it is.

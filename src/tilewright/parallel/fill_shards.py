@@ -99,8 +99,8 @@ def shard_all(
 
 @torch.no_grad()
 def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device, *, fresh: bool = True) -> None:
-    """Fill without shards: give a model on the meta device its memory and values without shards: a rank's stages, and
-    its parts of the matrices that tensor parallelism has cut.
+    """Give a model on the meta device its memory and values where ranks hold no shards: a rank's stages, and its parts
+    of matrices that tensor parallelism has cut.
 
     Args:
         model, values, device, fresh: see `shard_from_meta`.
@@ -122,8 +122,8 @@ def fill_from_meta(model: nn.Module, values: InitialValues, device: torch.device
 
 
 def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -> None:
-    """Fill a shard: read or draw the values of this rank's part of a parameter. Of columns whole rows are asked for,
-    some at a time.
+    """Fill a shard: read or draw the values of this rank's part of a parameter. For columns, whole rows are read, some
+    at a time.
 
     Args:
         values: initial values.
@@ -144,7 +144,7 @@ def fill_part(values: InitialValues, name: str, out: Tensor, part: TensorPart) -
 
 
 def _without_memory(param: nn.Parameter, cut: DTensor | None) -> Tensor:
-    """A parameter without memory before shards are filled: on the meta device, in the parts that it was in."""
+    """Make a parameter on the meta device, cut in the parts that it had, before its shards are filled."""
     sizes = param.shape if cut is None else part_of(cut).sizes
     made = torch.empty(sizes, dtype=param.dtype, device="meta")
     return made if cut is None else sharded_like(made, param.shape, cut)

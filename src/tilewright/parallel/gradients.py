@@ -46,7 +46,7 @@ class _Bucket:
     dtype: torch.dtype
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The gradients of a bucket: parts of its memory, each in its parameter's shape and order of memory."""
+        """The gradients in a bucket: views of its memory, each in its parameter's shape and order of memory."""
         return [_like(flat[begin:], param) for begin, param in zip(self.begins, self.params, strict=True)]
 
 
@@ -82,7 +82,7 @@ class GradientSums:
         self._place: dict[Tensor, int] = {}
 
     def overlap(self) -> None:
-        """Overlap sums of gradients: send from within the backward pass that `begin(last=True)` comes before."""
+        """Send gradients while the backward pass that `begin(last=True)` announces still runs."""
         this = weakref.ref(self)
 
         def ready(param: Tensor) -> None:
@@ -101,8 +101,8 @@ class GradientSums:
             self._waiting = [set(map(id, bucket.params)) for bucket in self._buckets]
 
     def _ready(self, param: Tensor) -> None:
-        """A gradient to sum is ready: it is there. Where it was sent before (inner backward passes), there is more of
-        it: `_late`."""
+        """Note that a gradient is ready to be summed. If it was sent before (inner backward passes), the rest of it is
+        `_late`."""
         if not self._waiting or param not in self._place:
             return
         self._waiting[self._place[param]].discard(id(param))
@@ -128,7 +128,7 @@ class GradientSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Finish summing gradients after the last backward pass: they are the sums over all ranks.
+        """Finish summing gradients after the last backward pass: they become the sums over all ranks.
 
         A parameter that this rank did not use may be used on another, and has a gradient then; one that no rank used
         has none.
@@ -155,7 +155,7 @@ class GradientSums:
                 param.grad = None
 
     def drop(self) -> None:
-        """Drop gradients whose sum is under way: wait for it, and forget it."""
+        """Wait for gradient sums that are under way, and drop them."""
         for sent in self._sent:
             sent.work.wait()
         self._sent, self._late, self._waiting, self._all_sent = [], {}, [], False
@@ -273,7 +273,7 @@ class GradientReduction(GradientSums):
 
     @contextmanager
     def passes(self, device: torch.device) -> Iterator[None]:
-        """Passes whose gradients are reduced: inside, ranks run theirs; where an allocator finds no memory on one, all
+        """Run passes whose gradients are reduced, inside this context; if an allocator finds no memory on one rank, all
         stop.
 
         Replicas meet after their passes: the rank that has stopped sends what the others wait for, of no use as it is.
@@ -296,14 +296,14 @@ class GradientReduction(GradientSums):
             raise
 
     def finish(self) -> None:
-        """Finish the sums of a step's gradients: see `GradientSums.finish`. Of what ranks have parts of that read the
-        same rows, the sum over these too; of copies of an expert that over the copies."""
+        """Finish the gradient sums of a step: see `GradientSums.finish`. Gradients of tensors whose ranks read the same
+        rows are also summed over these ranks, those of copied experts over the copies."""
         super().finish()
         sum_of_slices(self._model)
         sum_of_copies(self._model)
 
     def passed(self) -> None:
-        """Gradients after the last backward pass: what has not been sent yet is. `finish` does it too."""
+        """Send the gradients that are not sent yet, after the last backward pass. `finish` does it too."""
         if not self._fsdp:
             self.send_rest()
 

@@ -124,8 +124,8 @@ def take_gpu(ranks: Ranks, meeting: Meeting) -> int | None:
 
 
 def share_gpus(seen: Sequence[Sequence[str]], wanted: Sequence[int]) -> list[int | None]:
-    """Share GPUs at launch: one for each rank, none for two, for as many ranks as possible: its number among those that
-    the rank sees.
+    """Share GPUs among ranks: one for each, none for two, for as many ranks as possible. Returns each GPU's number
+    among those that the rank sees.
 
     Args:
         seen: names of the GPUs that each rank sees.

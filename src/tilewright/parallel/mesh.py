@@ -29,7 +29,7 @@ REST = -1
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Mesh sizes: ranks along each axis. `dp_shard` may be `REST` until `fill`.
+    """Ranks along each axis of a mesh. `dp_shard` may be `REST` until `fill`.
 
     Example:
         >>> MeshSizes(dp_shard=2, tp=4).world, MeshSizes(dp_replicate=2, dp_shard=2, tp=2).data

@@ -42,8 +42,8 @@ def parallelize(
     values: InitialValues | None = None,
     fresh: bool = True,
 ) -> Model:
-    """Parallelize: cut a model over the ranks; what this rank has of it. That is the model itself where ranks hold
-    shards or copies of all layers: nothing is put around it.
+    """Cut a model over the ranks and return this rank's part. It is the model itself where ranks hold shards or copies
+    of all layers: nothing is put around it.
 
     Args:
         model: converted.
@@ -87,7 +87,7 @@ def parallelize(
 def in_stages(
     model: Model, pipeline: Pipeline, row: Group, device: torch.device, values: InitialValues | None
 ) -> StagedDecoder | StagedHF:
-    """Parallelize in stages: this rank's layers of a model.
+    """Return this rank's layers of a model that is cut into pipeline stages.
 
     Args:
         model, device, values: see `parallelize`.
@@ -124,7 +124,7 @@ def counted_elsewhere(model: Model, world: World) -> frozenset[Tensor]:
 
 
 def backward_of(model: TrainableModel, batch: Mapping[str, Tensor], targets: int) -> None:
-    """Backward of a parallelized model: forward and backward of a batch's mean loss, for a look at it: not a step.
+    """Run forward and backward of a batch's mean loss through a parallelized model, to look at it; no step is made.
     Ranks with other layers all call it.
 
     Args:

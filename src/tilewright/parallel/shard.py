@@ -112,7 +112,7 @@ def takes_unused() -> bool:
 
 
 def ready(model: nn.Module) -> None:
-    """Ready a sharded model: the last step of `shard`, for one that was on the meta device: once its parts have memory.
+    """Finish sharding a model that was on the meta device, once its parts have memory: the last step of `shard`.
 
     Gradients of 16-bit parameters are FP32, whole and in parts. FP32 ones of a converted model are gathered as they are
     read (`precision.assign.gathered`).
@@ -145,8 +145,7 @@ def _give_fp32_gradients(module: nn.Module) -> None:
 
 
 def keep_fp32_sums(model: nn.Module) -> None:
-    """Keep FP32 sums of a sharded model: let FSDP2 leave the sum of gradients in FP32, which it would cast to the
-    parameter's dtype.
+    """Let FSDP2 keep a sharded model's sums of gradients in FP32, which it would cast to the parameter's dtype.
 
     What it casts to is decided by each `unshard()` and has no public setting.
     """
@@ -174,8 +173,8 @@ def in_parts(model: nn.Module) -> bool:
 
 
 def share_parts(model: nn.Module) -> None:
-    """Share shards of tied parameters: let groups that hold one parameter, as tied ends of a model in stages do, have
-    one part of it: each gathers it for itself, and their gradients are added up in it.
+    """Let FSDP2 groups that hold one tied parameter share its part: each gathers it for itself, and their gradients are
+    added up in it.
 
     Args:
         model: sharded, no group put together. Modules that share a parameter have the same object.
@@ -192,8 +191,7 @@ def share_parts(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard: free what forward passes without a backward pass have left gathered. The parts are the parameters
-    again."""
+    """Free the whole parameters that forward passes without a backward pass have left gathered."""
     for module in fsdp_modules(model):
         module.reshard()
 
@@ -209,9 +207,8 @@ class WholeBytes:
         self._groups: list[Any] = [group for module in fsdp_modules(model) for group in param_groups(module)]
 
     def __call__(self) -> dict[str, int]:
-        """Bytes beside the shards: of whole parameters, and of their whole gradients, that this rank has now in
-        addition to its parts; and of parts of gradients that no parameter has yet, because copies of the shards add
-        them after the last pass."""
+        """Bytes that this rank has in addition to its shards: whole parameters, their whole gradients, and parts of
+        gradients that no parameter has yet, because copies of the shards add them after the last pass."""
         waiting = [group._partial_reduce_output for group in self._groups]
         found = {"parameters": 0, "gradients": sum(part.nbytes for part in waiting if part is not None)}
         for param in (param for group in self._groups for param in group.fsdp_params):
@@ -229,8 +226,8 @@ def _shard_group(module: nn.Module, settings: dict[str, Any], *, reshard: bool |
 
 
 def _of_other_dtypes(module: nn.Module) -> list[nn.Module]:
-    """Shards of other dtypes: parts whose trained parameters have another dtype than most of the module's that are in
-    no group yet."""
+    """Find the parts of a module whose trained parameters have another dtype than most that are in no group yet: they
+    are sharded apart."""
     own = {part: [p for p in part.parameters(recurse=False) if p.requires_grad] for part in _ungrouped(module)}
     sizes: Counter[torch.dtype] = Counter()
     for params in own.values():
@@ -241,7 +238,7 @@ def _of_other_dtypes(module: nn.Module) -> list[nn.Module]:
 
 
 def _ungrouped(module: nn.Module) -> Iterator[nn.Module]:
-    """The ungrouped parts of a module to shard: it and what is in it, without what groups have already taken."""
+    """Modules within this one, and itself, that no group has taken yet."""
     if isinstance(module, FSDPModule):
         return
     yield module

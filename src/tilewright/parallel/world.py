@@ -90,7 +90,7 @@ class World:
 
     @staticmethod
     def alone() -> "World":
-        """A world of one process: no groups."""
+        """Make the world of one process, which has no groups."""
         return World()
 
     @property
@@ -100,7 +100,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """The size of the world: the number of processes of the run."""
+        """The number of processes of the run."""
         return self.everyone.size
 
     @property
@@ -115,7 +115,7 @@ class World:
         return self.rank // (sizes.data * sizes.tp) * sizes.tp + self.rank % sizes.tp
 
     def of(self, device: str) -> str:
-        """The world in words for a user: a device's name, and how many processes share the work.
+        """Describe the world for a user: a device's name, and how many processes share the work.
 
         Example:
             >>> World(Group(size=4), sizes=MeshSizes(dp_replicate=2, dp_shard=2)).of("CPU"), World.alone().of("CPU")
@@ -160,7 +160,7 @@ class World:
             self.heartbeat.aside(phase)
 
     def wait_for_all(self) -> None:
-        """Wait for all ranks of the world: return once all have come here, however long each of them works before."""
+        """Wait until all ranks of the world have come here, however long each of them works before."""
         if self.waiting_group is not None:
             self.waits()
             dist.barrier(group=self.waiting_group)
@@ -219,8 +219,7 @@ class World:
 
 
 def join(ranks: Ranks, sizes: MeshSizes, device: torch.device, timeout: timedelta | None = None) -> World:
-    """Join the world: this process's place in an initialised `torch.distributed`. All ranks call it: it makes their
-    groups.
+    """Join an initialised `torch.distributed` as one process of the world. All ranks call it: it makes their groups.
 
     Args:
         ranks: what torchrun says of this process.
@@ -278,7 +277,7 @@ def _mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
 
 
 def _group(sizes: MeshSizes, axes: Sequence[str], timeout: timedelta | None) -> Group:
-    """This rank's group of the world along some axes: ranks that have the same place along all the others."""
+    """Make this rank's group along some axes: the ranks with the same place along all the others."""
     inside = [number for number, axis in enumerate(AXES) if axis in axes]
     outside = [number for number, axis in enumerate(AXES) if axis not in axes]
     numbers = torch.arange(sizes.world).view([getattr(sizes, axis) for axis in AXES]).permute(*outside, *inside)

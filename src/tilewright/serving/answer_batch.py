@@ -41,8 +41,7 @@ class Batch:
 
     @property
     def most_positions(self) -> int | None:
-        """Most positions in a batch: tokens of prompt and answer that a single one may have at most; None: any
-        number."""
+        """The most tokens of prompt and answer that one answer of a batch may have; None: any number."""
         return self._row_bytes.most_positions(self.budget_bytes)
 
     @property
@@ -68,7 +67,8 @@ class Batch:
         self._reserved.pop(answer, None)
 
     def step(self, answers: Sequence[AnswerStream]) -> list[Outcome]:
-        """Step the batch: a token of each answer whose prompt has run, and a chunk of prompts of the others.
+        """Run one step of a batch: draw a token of each answer whose prompt has run, and run a chunk of the others'
+        prompts.
 
         Returns:
             Pieces of answers, or what went wrong with them. An error of one answer's own draw is its own; one of the
@@ -122,7 +122,7 @@ def _taken(answer: AnswerStream, logits_V: torch.Tensor) -> AnswerPiece | BaseEx
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes for a batch: memory where a model's caches are."""
+    """Free bytes of the memory that holds a model's caches."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     own = psutil.Process().memory_info().rss

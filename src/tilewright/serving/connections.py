@@ -36,7 +36,7 @@ class TimedConnection(H11Protocol):
         return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
 
     def connection_made(self, transport: Any) -> None:
-        """A connection is made: a client connects."""
+        """Count a client that connects."""
         if len(self.connections) >= self.most:
             waiting = [one for one in self.connections if isinstance(one, TimedConnection) and one.waits_for_head]
             oldest = min(waiting, key=lambda one: one._since, default=None)
@@ -48,19 +48,19 @@ class TimedConnection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """A connection receives data: bytes of a request."""
+        """Receive bytes of a request on a connection."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """A connection's response is complete: the next request's head may begin to come."""
+        """Note that the response on a connection is complete: the next request's head may begin to come."""
         super().on_response_complete()
         self._stop_watch()
         if self.conn.trailing_data[0]:
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """A connection is lost: the client left."""
+        """Note that the client of a connection left."""
         self._stop_watch()
         super().connection_lost(exc)
 

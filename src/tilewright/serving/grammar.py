@@ -81,7 +81,7 @@ class Grammars:
         return self._constraint(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT))
 
     def of_calls(self, kind: Kind, tools: Sequence[Mapping[str, Any]]) -> GrammarConstraint:
-        """A grammar of calls: one of some tools, its arguments as its schema describes them.
+        """Make the grammar of calls of these tools: the arguments follow each tool's schema.
 
         Args:
             kind: how calls are written.
@@ -146,7 +146,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A tokenizer as the library asks for it: the bytes of each token, and tokens of a text, to force them.
+    """A tokenizer as the grammar library wants it: the bytes of each token, and the tokens of a text that is forced.
 
     The library's own reading of tokenizer.json knows fewer kinds of decoders.
     """
@@ -162,8 +162,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The vocabulary of grammars: tokens whose bytes are the text's: the tokenizer's own, where it puts no space
-        before a text."""
+        """Tokens of a text that a grammar forces: by the tokenizer itself, if it puts no space before a text."""
         wanted = text if isinstance(text, bytes) else text.encode()
         ids = self._tokenizer.encode(wanted.decode("utf-8", "replace"))
         if b"".join(self.tokens[i] for i in ids) == wanted:

@@ -211,7 +211,7 @@ class Server:
         return await reply.stream(bool(asked.stream_options and asked.stream_options.include_usage))
 
     def _parts(self, asked: ApiRequest, prompts: Sequence[Prompt], is_chat: bool) -> list[ReplyPart]:
-        """Parts of the HTTP app's request: its answers, `n` to each prompt."""
+        """Divide an HTTP request into its answers, `n` for each prompt."""
         choices = asked.n or 1
         most = self.worker.concurrent + self.worker.waiting
         if choices * len(prompts) > most:
@@ -249,7 +249,7 @@ class Server:
         return ReplyPart(answer, prompt.prefix, parser, one_call, asked.num_top() is not None, thoughts)
 
     def _num_tokens(self, asked: ApiRequest, num_prompt: int) -> int:
-        """Number of tokens of an answer by the HTTP app: as asked for, else as many as the server gives, and memory has
+        """Limit the tokens of an answer: as many as the HTTP request wants, else as the server gives and memory has
         room for."""
         tokens, field = asked.asked_tokens()
         most = self.worker.draws.most_positions

@@ -81,7 +81,7 @@ def open_files() -> int:
 
 
 def server_config(app: Starlette, grace_seconds: int, connections: int | None = None) -> uvicorn.Config:
-    """Config of the server's process: uvicorn's settings: connections with limits, no line per request.
+    """Configure uvicorn for the server's process: connections with limits, no line per request.
 
     Args:
         app: the application.

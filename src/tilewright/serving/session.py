@@ -101,7 +101,7 @@ class Session:
         return stops_of(self.tokenizer, self.chat).ids
 
     def room(self, ids: Sequence[int]) -> int | None:
-        """Room in a session: tokens that an answer may have behind a prompt; None: any number."""
+        """The most tokens that an answer to a prompt may have; None: any number."""
         return None if self.max_positions is None else self.max_positions - len(ids)
 
     def answer(

@@ -36,8 +36,7 @@ class _Keeping:
 
 
 def keeping(tokenizer: Tokenizer, names: Sequence[str]) -> DecodesIds:
-    """Keeping tokens as text: the tokenizer, or one that decodes like it but gives these special tokens, where it has
-    them, as text."""
+    """Make a tokenizer that decodes these special tokens as text, if it has them; else the tokenizer itself."""
     found = {i: name for name in names if (i := tokenizer.backend.token_to_id(name)) in tokenizer.special_ids}
     return _Keeping(tokenizer, found) if found else tokenizer
 
@@ -69,12 +68,12 @@ class TextStream:
         """Of `_ids`: those whose text was given. They are the context of the next ones."""
 
     def push(self, token: int) -> str:
-        """Push a token to a stream of text: what the next one adds; "" where it does not end a character."""
+        """Add a token to a stream of text and return the text that it completes; "" if it ends within a character."""
         self._ids.append(token)
         return self._new(whole=True)
 
     def flush(self) -> str:
-        """Flush a stream of tokens' text: what is left at the end: broken characters as their replacement."""
+        """Return the text that is left at the end of a stream of tokens; broken characters become their replacement."""
         return self._new(whole=False)
 
     def _new(self, whole: bool) -> str:
@@ -114,7 +113,7 @@ class StopFilter:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """Push tokens' text through the filter of stop strings: what can be given so far; nothing after one."""
+        """Pass text through the filter of stop strings: returns what cannot be part of one; nothing after one."""
         if self.stopped:
             return ""
         text = self._held + piece
@@ -127,7 +126,7 @@ class StopFilter:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Flush the filter of stop strings: tokens' text that was held back and did not become one."""
+        """Return the text that the filter of stop strings held back, and that became no stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -152,8 +151,8 @@ class ThoughtGate:
         """None: it is not known yet whether the text begins with a thought."""
 
     def push(self, piece: str) -> tuple[str, str]:
-        """Push tokens' text through the gate of thoughts: the thought so far, and the answer behind it; nothing of what
-        may be a mark."""
+        """Pass text through the gate of thoughts: returns the thought so far and the answer behind it; text that may be
+        a mark is held back."""
         text, self._held = self._held + piece, ""
         if self._inside is None:
             begin = text.lstrip(" \t\r\n")
@@ -173,11 +172,11 @@ class ThoughtGate:
         return text[: len(text) - keep], ""
 
     def flush(self) -> tuple[str, str]:
-        """Flush the gate of thoughts: the tokens' text that was held back, at the end of the answer."""
+        """Return the text that the gate of thoughts held back, at the end of the answer."""
         held, self._held = self._held, ""
         return (held, "") if self._inside else ("", held)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Overlap of tokens' text with a stop string: characters at the end of `text` that one may begin with."""
+    """Count the characters at the end of `text` with which the stop string may begin."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -60,7 +60,7 @@ class Job:
         """True where a piece of it was drawn."""
 
     def cancel(self) -> None:
-        """Cancel a worker's job: its client does not wait for it any more."""
+        """Cancel a job of the worker: its client does not wait for it any more."""
         self.cancelled = True
 
 
@@ -93,7 +93,7 @@ class Worker:
         self._thread.join()
 
     def submit(self, *jobs: Job) -> None:
-        """Submit a job to the worker: draw the answers of a request as soon as there is a place: all of them, or none.
+        """Submit a job to the worker: all answers of a request are drawn as soon as there are places for all of them.
 
         Raises:
             BusyError: too many wait already.
@@ -120,7 +120,7 @@ class Worker:
             job.emit(None, StoppedError())
 
     def _admit(self) -> bool:
-        """Admit jobs to the worker: fill the free places, and wait where nothing is to do; False at the end."""
+        """Admit jobs to the worker's free places, and wait if there is nothing to do; False at the end."""
         with self._changed:
             while not self._stopping:
                 now = time.monotonic()
@@ -138,7 +138,7 @@ class Worker:
             return False
 
     def _step(self) -> None:
-        """Step of the worker: a token of each answer; those that have ended leave."""
+        """Run one step of the worker: draw a token of each answer, and remove those that have ended."""
         ended = [job for job in self._active if self._left(job)]
         drawn = {job.answer: job for job in self._active if job not in ended}
         for answer, outcome in self.draws.step(list(drawn)):

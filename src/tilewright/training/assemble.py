@@ -218,7 +218,7 @@ class Components:
         return in_parts(self.setup.recipe, self.setup.prepared, self.held_out)
 
     def state(self) -> TrainState:
-        """State of an assembled run: all that a checkpoint holds."""
+        """The state of an assembled run: everything that a checkpoint holds."""
         small = {"counters": self.counters, "stream": self.stream, "audit": self.audit, **self.executor.stateful()}
         small |= by_name(self.hooks, taken=small)
         lost = None if self.sync is None else self.sync.feedback

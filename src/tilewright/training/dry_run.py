@@ -38,8 +38,8 @@ def dry_run(
     hooks: Sequence[HookFactory] = (),
     executor: ExecutorKind | None = None,
 ) -> int:
-    """Dry run: run the first steps of a recipe and print planned and measured; returns the steps run. Of several ranks,
-    what is printed is of the first.
+    """Run the first steps of a recipe, and print the plan beside what is measured; returns the number of steps. Of
+    several ranks, the first one prints.
 
     Raises:
         FitError: the plan says that the run does not fit, and the recipe enforces it.
@@ -91,8 +91,7 @@ def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executo
 
 
 def comparison(plan: Plan, memory: Mapping[str, Any], step_s: float) -> list[str]:
-    """A dry run's comparison of planned and measured: bytes by owner at the peak, the peak, and the seconds of a
-    step."""
+    """Compare a dry run with its plan: bytes by owner at the peak, the peak, and the seconds of a step."""
     planned = plan.tracked[plan.tracked_phase]
     rows = [(owner, planned.get(owner, 0), memory["owners"][owner]) for owner in OWNERS]
     rows.append(("peak", plan.tracked_bytes(plan.tracked_phase), memory["peak_bytes"]))

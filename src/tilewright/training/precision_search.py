@@ -186,8 +186,8 @@ def by_layer(units: Sequence[SearchUnit], formats: Mapping[str, Gemms]) -> dict[
 
 
 def _searchable(recipe: Recipe) -> Recipe:
-    """The recipe for the precision search as its warm-up runs: plain BF16, and eager, as layers are switched one by one
-    afterwards."""
+    """Change a recipe for the warm-up of the precision search: plain BF16 and eager, since layers are switched one by
+    one afterwards."""
     precision = PrecisionSection(mode="bf16_mixed")
     train = recipe.train.model_copy(update={"compile": "off"})
     return recipe.model_copy(update={"precision": precision, "train": train})
@@ -225,7 +225,7 @@ def _warm_up(parts: Components, steps: int, progress: ProgressBar) -> tuple[list
 
 
 def _batches(setup: RunContext, parts: Components, num: int, rows: int | None) -> list[Batch]:
-    """Batches for the precision search: first micro-batches of so many further steps, on the device."""
+    """Put the first micro-batches of `num` further steps on the device, for the precision search."""
     found = (parts.stream.next_step()[0] for _ in range(num))
     return [to_device(first_rows(batch, rows), setup.device) for batch in found]
 

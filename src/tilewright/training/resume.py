@@ -117,7 +117,7 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoi
 
 
 def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger, log: Path | None = None) -> None:
-    """Resume: load the checkpoint into the parts, and record what was found in the folder.
+    """Load the checkpoint to resume from into the parts of a run, and record what was found in its folder.
 
     Args:
         found: in the folder.

@@ -163,7 +163,7 @@ class Run:
 
     @property
     def asked_to_stop(self) -> str | None:
-        """Why the run is asked to end after this step; None: it is not. Of several ranks as of the last step."""
+        """The reason to stop the run after this step, as all ranks agreed at the last one; None: it continues."""
         return self.agreement.stop.reason
 
     def try_steps(self, stop: StopRequest, enough: Callable[[Sequence[float]], bool]) -> list[float]:
@@ -179,7 +179,7 @@ class Run:
         return seconds
 
     def _step(self) -> None:
-        """One step of a run: batches, rate, hooks, the executor's step, the record. Whole or not at all."""
+        """Run one step: batches, learning rate, hooks, the executor's step, its record. Whole or not at all."""
         parts, train, number = self.parts, self.recipe.train, self.step + 1
         self._number = number
         self._at("data")
@@ -348,7 +348,7 @@ class Run:
         return failed
 
     def _keep_last_good(self, error: NumericsError) -> None:
-        """After bad numbers of a run: save a state without the bad update, if it is sound, and write down why."""
+        """Save the last good state after bad numbers, without the bad update, if it is finite, and record why."""
         self.parts.counters.step += 1
         sound = self.parts.executor.access.is_finite(self.parts.model)
         if not any_of(self.parts.setup.world.everyone.handle, not sound):  # ranks may hold other parameters

@@ -73,7 +73,7 @@ def train(
     hooks: Sequence[HookFactory] = (),
     executor: ExecutorKind | None = None,
 ) -> RunResult:
-    """A session of training: train what a recipe describes, or continue where its run folder stops.
+    """Train what a recipe describes, or continue where its run folder stops.
 
     Args:
         loaded: a recipe from `core.config.load.load_recipe`.

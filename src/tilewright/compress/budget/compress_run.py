@@ -92,7 +92,7 @@ class Compression:
         self.record = self._found_record()
 
     def plan(self) -> list[CutPlan]:
-        """Plan of a compression: sensitivities and what would be tried; measured once, then read from the record.
+        """Plan a compression: sensitivities and the cuts to try. They are measured once, then read from the record.
 
         Raises:
             ConfigError: nothing of the model can be cut.
@@ -232,7 +232,7 @@ class Compression:
         return rows[plan.name]
 
     def _controls(self, best: Mapping[str, Any]) -> None:
-        """The controls of a compression: other uses of the steps that the best cut got."""
+        """Rows of the controls of a compression: other uses of the training steps that the best cut got."""
         names = ("alone", "scratch") if self.taught else ("scratch",)  # recovery without a teacher is the same stage
         for name in names if self.settings.controls == "all" else ():
             key = f"{name}-{best['name']}"
@@ -241,7 +241,7 @@ class Compression:
             write_record(self.out, self.record)
 
     def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
-        """The row of a compression's control: of the run itself, or of a cut."""
+        """Row of one control of a compression: of the run itself, or of a cut."""
         rows = self.record.setdefault("controls", {})
         key = name if best is None else f"{name}-{best['name']}"
         if key in rows:
@@ -266,7 +266,7 @@ class Compression:
 
     @cached_property
     def _equal(self) -> RowLosses | None:
-        """A compression's control: losses of the run with as many more steps; None without controls."""
+        """Losses of a compression's control, the run with as many more steps; None without controls."""
         if self.settings.controls == "none":
             return None
         return self._losses(self.out / self.record["controls"]["teacher"]["run"])

@@ -134,5 +134,5 @@ def _within(found: Sequence[CutCost], limit: float, goal: Goal) -> CutPlan | Non
 
 
 def _won(cut: CutCost, goal: Goal) -> float:
-    """The gain of a candidate cut: below zero where it brings the goal nearer."""
+    """The change that a candidate cut makes to the goal: negative if it brings it nearer."""
     return -float(cut.saved) if goal == "bytes" else cut.speed - 1

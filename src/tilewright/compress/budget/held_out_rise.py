@@ -81,7 +81,7 @@ class RowLosses:
 
 @torch.no_grad()
 def row_losses_of(model: Any, batches: Batches) -> RowLosses:
-    """The measure of held-out rows: losses of a model's; of an image classifier, which of them are wrong.
+    """Measure a model on held-out rows: its losses, or for an image classifier which rows are wrong.
 
     Raises:
         NumericsError: one is not finite.
@@ -141,9 +141,9 @@ def _wrong(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def seconds_beside(model: Any, other: Any) -> tuple[float, float]:
-    """The measure of speed: seconds of a forward pass of each over a few tokens or images: of `other` the least; of
-    `model` that times the median ratio of passes one behind the other, since a machine's speed drifts by more than the
-    passes of one pair. On one thread it is the thread's own processor time (`machine_clock`)."""
+    """Measure seconds of a forward pass of two models over a few tokens or images. `other` has its least; `model` has
+    that times the median ratio of passes in turn, since a machine's speed drifts by more than the passes of one pair
+    differ. On one thread the clock is the thread's own processor time (`machine_clock`)."""
     _, clock = machine_clock()
     ratios, least = [], math.inf
 
@@ -169,7 +169,7 @@ def _pass(model: Any) -> Tensor:
 
 
 def parameters(model: Any) -> int:
-    """The measure of size: the number of a model's parameters, tied ones counted once."""
+    """Count a model's parameters, tied ones once."""
     return sum(param.numel() for param in model.parameters())
 
 

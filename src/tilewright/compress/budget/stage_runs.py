@@ -109,7 +109,7 @@ def write_model(source: ExportSource, model: Model, folder: Path, save: Callable
 def stage_recipe(
     source: ExportSource, name: str, out: Path, *, folder: Path, taught: bool, steps: int, integers: str = ""
 ) -> Recipe:
-    """The recipe of a stage: the run's own data, precision and optimizer, from the weights of a folder.
+    """Make the recipe of a stage: the run's own data, precision and optimizer, from the weights of a folder.
 
     Args:
         source: the run that is compressed.
@@ -172,8 +172,7 @@ def trained_steps(source: ExportSource) -> int:
 
 
 def from_scratch(recipe: Recipe, name: str, steps: int) -> Recipe:
-    """The recipe of a stage from scratch: the same shape with random weights, for a number of steps, without a
-    teacher."""
+    """Make the recipe of a control that trains the same shape from random weights for some steps, without a teacher."""
     values: Mapping[str, Any] = {"run.name": name, "model.weights": "random", "train.steps": steps}
     return changed(recipe, values).model_copy(update={"distill": DistillSection()})
 

@@ -102,8 +102,8 @@ def _step_seconds(path: Path) -> Iterator[float]:
 
 
 def _measured(model: Any, batch: Mapping[str, Tensor]) -> float:
-    """Measured seconds of a stage's step: the least of a forward and a backward pass; gradients of parameters are left
-    as they are."""
+    """Measure the least seconds of a forward and a backward pass of a stage; gradients of parameters are left as they
+    are."""
     weights, taken = [param for param in model.parameters() if param.requires_grad], []
     with torch.enable_grad(), evaluation(model):
         for _ in range(_REPEATS):

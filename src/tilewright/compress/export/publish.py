@@ -68,12 +68,12 @@ def remove(path: Path) -> None:
 
 
 def artefact_bytes(path: Path) -> int:
-    """Bytes of a published artefact: of a file, or of all files of a folder."""
+    """The bytes of a published artefact, a file or all files of a folder."""
     return sum(file.stat().st_size for file in _files(path))
 
 
 def artefact_hash(path: Path) -> str:
-    """Hash of a published artefact: XXH3-128 of a file; of a folder that of its files' names and hashes."""
+    """The XXH3-128 hash of a published artefact; for a folder, of its files' names and hashes."""
     if path.is_file():
         return hash_file(path)
     lines = [f"{file.relative_to(path).as_posix()} {hash_file(file)}\n" for file in _files(path)]

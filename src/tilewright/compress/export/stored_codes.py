@@ -54,7 +54,7 @@ class Coded:
 
 
 def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:
-    """The codes to store that a run was trained with: those of the weights that its rules round to `bits` bits."""
+    """Codes of the weights that a run trained in `bits` bits by its rules, so that the export stores those."""
     policy = in_fp32(Policy.from_section(recipe.precision, "cpu"))
     if not policy.rounds_to_integers:
         return Coded(model)
@@ -119,7 +119,7 @@ def _rounded(coded: Coded, negative: bool) -> Coded:
 
 
 def calibration(recipe: Recipe, data: Any, rows: int = CALIBRATION_ROWS) -> list[dict[str, Tensor]]:
-    """Rows to find codes with: micro-batches of the run's training stream, from its begin; at least so many."""
+    """Take micro-batches from the start of the run's training stream, at least `rows` rows, to calibrate the codes."""
     pairs = recipe.data.format == "preferences"
     size = max(1, recipe.train.micro_batch_size // (2 if pairs else 1))
     stream = Stream(

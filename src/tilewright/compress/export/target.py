@@ -85,7 +85,7 @@ class Target:
 
 
 def missing(packages: Sequence[str], extra: str) -> str | None:
-    """Why an export target's packages are missing: which extra to install where one is not there; None where all are.
+    """Say which extra to install if packages of an export target are missing; None if all are there.
 
     Example:
         >>> missing(("json",), "gguf"), missing(("json", "no_such_package"), "gguf")

@@ -76,7 +76,8 @@ def default_targets(source: ExportSource) -> list[Target]:
 
 
 def why_not(target: Target, source: ExportSource) -> str | None:
-    """Why an export target cannot be written here: a package is missing, or the format cannot hold the model."""
+    """Explain why an export target cannot be written here: a package is missing, or the format cannot hold the
+    model."""
     if source.reads_images and not target.images:
         return f"{target.name} is written of models that read text, not images"
     return missing(target.packages, target.extra) or target.why_not(source)

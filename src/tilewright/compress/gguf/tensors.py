@@ -42,8 +42,8 @@ def named_tensors(
 
 
 def q4_0_blocks(codes_RC: np.ndarray, scale_RG: np.ndarray) -> np.ndarray:
-    """Tensor as GGUF blocks of Q4_0: rows [R, C / 32 * 18] uint8: an FP16 scale, then 16 bytes of two codes each, +8, i
-    and i + 16.
+    """Convert a tensor's codes to GGUF blocks of Q4_0: rows [R, C / 32 * 18] uint8. A block is an FP16 scale, then 16
+    bytes of two codes each, +8, i and i + 16.
 
     Args:
         codes_RC: int8, -8..7.

@@ -16,8 +16,8 @@ from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAtt
 
 
 def attend(q_1HSD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, bias_ST: Tensor) -> Tensor:
-    """Attention of an exported graph: softmax(q k^T / sqrt(D) + bias) v, heads joined, [1, S, H * D of the values].
-    Query heads of one key head are rows of one matmul, so keys are not repeated."""
+    """Compute attention in an exported graph: softmax(q k^T / sqrt(D) + bias) v, heads joined, [1, S, H * D of the
+    values]. Query heads of one key head are rows of one matmul, so keys are not repeated."""
     num_heads, num_keys, num_new = q_1HSD.shape[1], k_1KTD.shape[1], q_1HSD.shape[2]
     group = num_heads // num_keys
     q = (q_1HSD * q_1HSD.shape[-1] ** -0.5).reshape(1, num_keys, group * num_new, -1)
@@ -45,8 +45,8 @@ class GroupedQueryGraph(nn.Module):
     def forward(
         self, x_1SD: Tensor, cos: Tensor, sin: Tensor, bias_ST: Tensor, past: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Attention of an exported graph: x [1, S, D] and what is kept of earlier positions -> (x of the same shape,
-        what is kept of all positions)."""
+        """Run attention in an exported graph: x [1, S, D] and the kept tensors of earlier positions -> (output of the
+        same shape, kept tensors of all positions)."""
         heads = self.qkv_proj(x_1SD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.num_heads, self.num_keys, self.num_keys), dim=1)
         k = torch.cat((past[0], turn(k, cos, sin)), dim=2)

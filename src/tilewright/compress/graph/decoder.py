@@ -88,7 +88,7 @@ class DecoderGraph(nn.Module):
         """Of each layer."""
 
     def forward(self, ids_1S: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        """The decoder as a graph: ids [1, S] int64 and the kept tensors [1, heads, T - S, width] -> logits [1, S, V]
+        """Run a decoder as a graph: ids [1, S] int64 and the kept tensors [1, heads, T - S, width] -> logits [1, S, V]
         and the kept tensors [1, heads, T, width]."""
         query_S = torch.arange(past[0].shape[2], past[0].shape[2] + ids_1S.shape[1])
         key_T = torch.arange(past[0].shape[2] + ids_1S.shape[1])

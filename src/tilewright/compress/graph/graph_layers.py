@@ -20,7 +20,7 @@ class GraphNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm layer of a graph: x [..., D] -> the same shape and dtype."""
+        """Normalise in a graph: x [..., D] -> the same shape and dtype."""
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
@@ -40,13 +40,13 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", 1.0 / theta**exponent, persistent=False)
 
     def forward(self, position_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary layer of a graph: positions [S] integers -> cos and sin, each [S, R/2] FP32."""
+        """Compute rotary factors in a graph: positions [S] integers -> cos and sin, each [S, R/2] FP32."""
         angles = position_S[:, None].float() * self.frequencies
         return angles.cos(), angles.sin()
 
 
 def turn(x_1HSR: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-    """Rotary turn in a graph's layers: halves turned against each other, as `ops.backends.ref.math.rope`."""
+    """Rotate the two halves of x by the rotary factors in a graph, as `ops.backends.ref.math.rope`."""
     first, second = x_1HSR.chunk(2, dim=-1)
     return torch.cat((first * cos_SR - second * sin_SR, second * cos_SR + first * sin_SR), dim=-1)
 

@@ -27,5 +27,5 @@ class ImageGraph(nn.Module):
         self.shape = (int(model.config.num_channels), size, size)
 
     def forward(self, pixels_B3HW: Tensor) -> tuple[Tensor]:
-        """An image classifier as a graph: pixels [B, 3, H, W] FP32, as a batch has them -> logits [B, C]."""
+        """Run an image classifier as a graph: pixels [B, 3, H, W] FP32, as a batch has them -> logits [B, C]."""
         return (self.net(pixel_values=pixels_B3HW).logits,)

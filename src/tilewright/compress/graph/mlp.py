@@ -26,7 +26,7 @@ class GraphMLP(nn.Module):
         self.down_proj = join([mlp.down_proj])
 
     def forward(self, x: Tensor) -> Tensor:
-        """MLP of a graph: x [..., D] -> [..., D]."""
+        """Run an MLP in a graph: x [..., D] -> [..., D]."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
@@ -44,7 +44,7 @@ class GraphRouter(nn.Module):
         self.num_groups, self.num_limited_groups = router.num_groups, router.num_limited_groups
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Router of a graph's MLP with experts: x [N, D] -> weights [N, E], zero where an expert is not chosen."""
+        """Run the router of experts in a graph: x [N, D] -> weights [N, E], zero where an expert is not chosen."""
         scores_NE = (x_ND @ self.weight.T).sigmoid()
         choice_NE = scores_NE + self.bias
         if self.num_limited_groups < self.num_groups:
@@ -57,7 +57,7 @@ class GraphRouter(nn.Module):
 
 
 def _chosen(score: Tensor, count: int) -> Tensor:
-    """Experts that a graph's MLP chooses: 1 at the `count` largest of each row, 0 elsewhere."""
+    """Mark the experts that a graph's router chooses: 1 at the `count` largest of each row, 0 elsewhere."""
     return torch.zeros_like(score).scatter(-1, score.topk(count, dim=-1).indices, 1.0)
 
 
@@ -71,7 +71,7 @@ class GraphExperts(nn.Module):
         self.shared_experts = GraphMLP(moe.shared_experts) if moe.shared_experts is not None else None
 
     def forward(self, x_1SD: Tensor) -> Tensor:
-        """MLP of experts in a graph: x [1, S, D] -> [1, S, D]."""
+        """Run an MLP with experts in a graph: x [1, S, D] -> [1, S, D]."""
         x_ND = x_1SD[0]
         weights_NE = self.gate(x_ND)
         out_ND: Any = sum(weights_NE[:, e : e + 1] * expert(x_ND) for e, expert in enumerate(self.experts))

@@ -76,7 +76,7 @@ def _far(rows_RK: Tensor, others_RK: Tensor) -> Tensor:
 
 
 def _matrices(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Matrices of an ONNX file to check: constants with two dims or more, by name, in FP32."""
+    """Read the matrices of an ONNX file that are checked: constants with two dims or more, by name, in FP32."""
     import onnx
     from onnx import helper, numpy_helper
 

@@ -48,8 +48,8 @@ def quantize_int8(model):
 
 
 def routers(graph) -> list[str]:
-    """Routers of an ONNX graph that INT8 leaves out: names of the matmuls that choose experts, those that a TopK reads,
-    with no other matmul between. A rounded router chooses other experts."""
+    """Names of the router matmuls of an ONNX graph, which INT8 leaves out: those that a TopK reads with no other matmul
+    between. A rounded router chooses other experts."""
     makers = {name: node for node in graph.node for name in node.output}
     found, seen, waiting = [], set(), [name for node in graph.node if node.op_type == "TopK" for name in node.input]
     while waiting:
@@ -71,7 +71,8 @@ def lookup(graph):
 
 
 def untie(model, table: str) -> str | None:
-    """Untie a head for INT8: give one that reads the table through a Transpose a matrix [D, V] of its own; its name."""
+    """Untie a head that reads the embedding through a Transpose: give it a matrix [D, V] of its own, and return its
+    name."""
     from onnx import numpy_helper
 
     graph = model.graph

@@ -63,8 +63,8 @@ def quantize_qdq(model, rows: Iterable[np.ndarray], kept: Sequence[tuple[str, tu
 
 
 def violations(model, fp32: Sequence[str] = ()) -> list[str]:
-    """Violations of explicit quantisation (QDQ) in an ONNX graph: what TensorRT would refuse or not compute in INT8,
-    with the node's name.
+    """List violations of explicit quantisation (QDQ) in an ONNX graph, with the node's name: what TensorRT would refuse
+    or not compute in INT8.
 
     Args:
         model: ModelProto.

@@ -36,7 +36,7 @@ class ConsumerLimits:
 
     @classmethod
     def of_this_machine(cls, seconds: float = 600.0) -> "ConsumerLimits":
-        """Limits of a consumer's process from this machine: two thirds of the memory that is free now."""
+        """Set the limits of a consumer's process from this machine: two thirds of the memory that is free now."""
         return cls(seconds, psutil.virtual_memory().available * 2 // 3)
 
 
@@ -125,7 +125,7 @@ def _resident(pid: int) -> int:
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
-    """Kill a consumer's process with its whole session: a runtime may have started processes of its own."""
+    """Kill a consumer's process and its whole session: a runtime may have started processes of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

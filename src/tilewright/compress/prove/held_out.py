@@ -50,7 +50,7 @@ class ReferenceAnswer:
 def ask_held_out(
     recipe: Recipe, data: Prepared, tokenizer: Tokenizer, model: Model, vocab_size: int
 ) -> tuple[Question, ReferenceAnswer, ReferenceTexts]:
-    """Ask held-out rows of a proof: rows, positions and texts, and the answers of the model.
+    """Make a proof's question from held-out rows: rows, positions and texts, and the model's own answers.
 
     Raises:
         DataError: nothing is held out, or none of it has a target.
@@ -112,8 +112,8 @@ def ask_images(recipe: Recipe, data: Prepared, model: Model) -> tuple[ImageQuest
 
 @torch.inference_mode()
 def reference(model: Model, question: Question | ImageQuestion) -> np.ndarray:
-    """Reference answers on held-out rows: FP64 log-probabilities [N, V] of a model in FP32, eager; of images [N,
-    classes]."""
+    """Compute the model's reference answers on held-out rows: FP64 log-probabilities [N, V], by FP32 and eager; of
+    images [N, classes]."""
     if isinstance(question, ImageQuestion):
         each: Any = model
         logits = [each.image_logits(torch.from_numpy(pixels)) for pixels in question.batches()]
@@ -137,7 +137,7 @@ def _pieces(batches: list[dict[str, Tensor]]) -> Iterator[tuple[np.ndarray, np.n
 
 
 def _texts(data: Prepared, tokenizer: Tokenizer, rows: list[np.ndarray]) -> list[str]:
-    """Held-out texts: all documents up to some megabytes; of conversations the rows."""
+    """Take held-out texts for a proof: all documents up to some megabytes, or the rows of conversations."""
     documents = data.held_out_documents() if isinstance(data, PreparedData) else rows
     texts, size = [], 0
     for ids in documents:

@@ -22,7 +22,7 @@ State = Literal["ran", "lint only", "unavailable", "failed", "not proven"]
 
 @dataclass(frozen=True)
 class Proof:
-    """How proofs are made: one question for all, the same threads and limits.
+    """Settings of all proofs of an export: one question for all, the same threads and limits.
 
     Args:
         folder: that holds the question's files, and answers for as long as they are read.
@@ -55,8 +55,8 @@ class Proof:
         stored: np.ndarray | None = None,
         differing: Callable[[Path], str] | None = None,
     ) -> dict[str, Any]:
-        """A proof's part of a row that the consumer decides: state, reason, and what was measured. Never raises for
-        what a consumer does.
+        """Run an artefact's proof in its consumer: state, reason, and what was measured. Never raises for what a
+        consumer does.
 
         Args:
             module: of the consumer.

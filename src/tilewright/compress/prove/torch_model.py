@@ -68,7 +68,7 @@ class TorchModel(ConsumerSession):
 
     @torch.inference_mode()
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """Seconds of a prefill by our torch model: a pass over the row, logits of its last position."""
+        """Time a prefill by our torch model, in seconds: a pass over the row, logits of its last position."""
         ids_BS = torch.from_numpy(ids_S)[None]
         started = time.perf_counter()
         if self.causal:
@@ -79,7 +79,7 @@ class TorchModel(ConsumerSession):
 
     @torch.inference_mode()
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """Seconds of a cached token by our torch model: a pass over the last token with the key/value cache."""
+        """Time a cached token by our torch model, in seconds: a pass over the last token with the key/value cache."""
         cache = self.model.new_cache(1, CACHED_AT + 1) if self.causal else None
         if cache is None:
             return None

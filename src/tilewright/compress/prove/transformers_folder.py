@@ -52,14 +52,16 @@ class TransformersFolder(ConsumerSession):
         return self.tokenizer(list(texts), add_special_tokens=special, split_special_tokens=True)["input_ids"]
 
     def facts(self) -> Mapping[str, Any]:
-        """Facts by transformers: positions by config.json, and what `apply_chat_template` would render with."""
+        """Facts that transformers reads from the exported folder: positions by config.json, and the template that
+        `apply_chat_template` renders with."""
         positions = getattr(self.net.config, "max_position_embeddings", None)
         known = {"positions": positions} if positions is not None else {}
         return {**known, "chat_template": self.tokenizer.chat_template}
 
     @torch.inference_mode()
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """Seconds of a prefill by transformers: a pass over the row, logits of its last position where it is causal."""
+        """Time a prefill by transformers, in seconds: a pass over the row, logits of its last position if it is
+        causal."""
         last = {"logits_to_keep": 1} if self.causal else {}
         started = time.perf_counter()
         self._run(ids_S, **last)
@@ -67,7 +69,7 @@ class TransformersFolder(ConsumerSession):
 
     @torch.inference_mode()
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """Seconds of a cached token by transformers: a pass over the last token with the key/value cache of the
+        """Time a cached token by transformers, in seconds: a pass over the last token with the key/value cache of the
         others."""
         if not self.causal:
             return None

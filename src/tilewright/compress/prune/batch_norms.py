@@ -21,8 +21,7 @@ from tilewright.models.base.eval_mode import evaluation
 
 @torch.no_grad()
 def estimate_norms(model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Estimate batch norms of a pruned model: running statistics of all that keep some, in place. Nothing else of the
-    model changes.
+    """Estimate the running statistics of a pruned model's batch norms, in place. Nothing else of the model changes.
 
     Args:
         model: after a cut.

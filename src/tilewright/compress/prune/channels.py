@@ -75,7 +75,7 @@ def _join(group_of: dict[str, int], one: str, other: str) -> None:
 
 
 def _width(seen_C: Tensor, channels: int) -> int | None:
-    """How many channels' numbers follow each other: of one channel; None where the order is another."""
+    """Count the consecutive numbers that belong to one channel; None if numbers are ordered otherwise."""
     width, rest = divmod(len(seen_C), channels)
     expected_C = torch.arange(1, channels + 1, dtype=torch.float64).repeat_interleave(width)
     return None if rest or not torch.allclose(seen_C, expected_C) else width

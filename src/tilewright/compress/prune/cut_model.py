@@ -38,7 +38,7 @@ class LayoutError(ConfigError):
 
 @torch.no_grad()
 def cut(model: Any, units: UnitGroup, kept: Kept) -> Any:
-    """Cut a model: a new one with these units alone.
+    """Cut a model: make a new one with these units alone.
 
     Args:
         model: a `models.base.protocols.Model` on the host, FP32 or FP64.

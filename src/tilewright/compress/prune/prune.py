@@ -107,7 +107,8 @@ def prune(
 
 
 def left(units: UnitGroup, share: float, multiple: int) -> int:
-    """How many units stay when pruned: the nearest multiple, not fewer than the model can do with, at most all.
+    """Round the number of units that stay after pruning to the nearest multiple: not fewer than the model needs, at
+    most all.
 
     Args:
         units: of a kind.
@@ -120,8 +121,8 @@ def left(units: UnitGroup, share: float, multiple: int) -> int:
 
 
 def best(scores: Scores, number: int, parts: Mapping[Place, int] = MappingProxyType({})) -> Kept:
-    """The units that pruning leaves: those with the highest scores at each place, in ascending order; of equal ones the
-    first.
+    """Choose the units that stay after pruning: those with the highest scores at each place, in ascending order; of
+    equal ones the first.
 
     Args:
         scores: of units.

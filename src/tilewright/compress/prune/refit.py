@@ -130,7 +130,7 @@ def _inner(reader: ChannelReader) -> int:
 
 
 def _runs(readers: Sequence[ChannelReader]) -> Iterator[list[ChannelReader]]:
-    """Runs of readers to refit whose sums are collected together: as many as fit, at least one."""
+    """Divide the readers to refit into runs whose sums fit into memory together, at least one reader each."""
     found: list[ChannelReader] = []
     for reader in readers:
         if found and 8 * sum(_inner(one) ** 2 for one in (*found, reader)) > _AT_ONCE:

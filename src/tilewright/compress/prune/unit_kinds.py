@@ -24,7 +24,7 @@ Fewer = Callable[[Sequence[int]], Any]
 
 @dataclass(frozen=True)
 class Count:
-    """How many units of a kind a layer has (of layers: the model), and the shape with fewer."""
+    """The number of units of a kind that a layer (or for layers the model) has, and the shape with fewer."""
 
     units: int
     fewer: Fewer
@@ -156,7 +156,8 @@ _REDUCTION = 4
 
 
 def _channels(config: Any, values: dict[str, Any]) -> Count | Whole:
-    """Channels as a kind of unit: one is an equal part of each stage, as small as whole channels allow."""
+    """Describe channels as a kind of unit: one unit is an equal part of each stage, as small as whole channels
+    allow."""
     widths = {"embedding_size": values["embedding_size"], "hidden_sizes": list(values["hidden_sizes"])}
     inner = values["hidden_sizes"] if values.get("layer_type") == "bottleneck" else []
     if any(size % _REDUCTION for size in inner):
@@ -181,8 +182,8 @@ def _layers(config: Any, layers: int, kept: Sequence[int]) -> Any:
 
 
 def _by_layer(name: str, value: Any, layers: int) -> bool:
-    """Kinds of unit: true for a list with an entry for each layer, not for tokens that end a text, which may be as
-    many."""
+    """True if a setting is a list with an entry per layer, which a cut shortens. A list of tokens that end a text is
+    not, even if it is as long."""
     return isinstance(value, list) and len(value) == layers and not name.endswith("_token_id")
 
 

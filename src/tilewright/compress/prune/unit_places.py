@@ -78,7 +78,7 @@ def place_of(name: str) -> Place:
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that may have places of units: parameters and persistent buffers; of tied ones the first name only."""
+    """Tensors in which units may have places: parameters and persistent buffers, tied ones by their first name only."""
     seen: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}

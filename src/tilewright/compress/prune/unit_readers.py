@@ -41,7 +41,7 @@ def find_readers(model: nn.Module, units: UnitGroup) -> list[ChannelReader]:
 
 
 def _reader(model: nn.Module, share: Share) -> nn.Module | None:
-    """The reader of units: the layer whose input channels a share is; None where it is something else."""
+    """Find the layer whose input channels are this share of units; None if something else reads them."""
     owner, _, name = share.tensor.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, nn.Conv2d):

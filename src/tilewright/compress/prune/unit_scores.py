@@ -73,7 +73,7 @@ def _drawn(units: UnitGroup, place: Place, seed: int) -> Tensor:
 
 
 def _reduced(model: Any, units: UnitGroup, of: Callable[[Tensor], Tensor]) -> Scores:
-    """Scores of units reduced: a number for each weight, summed over all weights of a unit."""
+    """Reduce scores of weights to scores of units: sums over all weights of a unit."""
     own = stored(model)
     found = _zeros(units)
     for place, shares in units.shares.items():
@@ -91,7 +91,7 @@ def _zeros(units: UnitGroup) -> Scores:
 
 
 def per_unit(values: Tensor, share: Share, count: int) -> Tensor:
-    """Scores per unit: sums [U] of values in the shape of a share's tensor, FP64.
+    """Sum values in the shape of a share's tensor per unit: [U] FP64.
 
     Example:
         >>> per_unit(torch.tensor([1.0, 2.0, 10.0, 20.0]), Share("w", 0, parts=2), 2)
@@ -135,8 +135,8 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def _read(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
-    """Score of a unit by what is read of it: mean magnitude of what linear layers read, times the magnitude of the
-    weights that read it."""
+    """Score units by what is read of them: mean magnitude of the inputs of linear layers times the magnitude of the
+    weights that read them."""
     own = stored(model)
     readers = find_readers(model, units)
     if not readers or units.listed:
@@ -176,7 +176,7 @@ def _input_means(model: Any, modules: Sequence[nn.Module], batches: Sequence[Bat
 
 
 def _changes(model: Any, units: UnitGroup, batches: Sequence[Batch]) -> Scores:
-    """Scores of layers as units: 1 - cosine of the stream before and behind each one, mean over tokens."""
+    """Score layers as units: 1 - cosine of the stream before and after each layer, mean over tokens."""
     (listed,) = units.listed.values()
     layers = [model.get_submodule(f"{listed}.{unit}") for unit in range(units.count.units)]
     found = torch.zeros(len(layers), dtype=torch.float64)

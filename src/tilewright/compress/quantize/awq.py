@@ -24,7 +24,7 @@ ALPHAS = tuple(step / 10 for step in range(11))
 def best_scale(
     weights: list[Tensor], mean_K: Tensor, hessian_KK: Tensor, round_weight: Callable[[Tensor], IntegerTensor]
 ) -> Tensor:
-    """AWQ: tthe scale [K] in FP32 of the input channels that these weights share, ones where none is better.
+    """Find AWQ's scale [K] in FP32 of the input channels that these weights share; ones if none is better.
 
     Args:
         weights: [N, K] each, that read the same input.
@@ -47,7 +47,8 @@ def best_scale(
 
 @torch.no_grad()
 def fold(norm: nn.Module, layers: Sequence[nn.Linear], scale_K: Tensor) -> None:
-    """AWQ's fold: divide a norm's weight (and bias) by the scale, multiply the columns of the layers that read it."""
+    """Fold AWQ's scale into the model: divide a norm's weight (and bias) by it, and multiply the columns of the layers
+    that read the norm."""
     for parameter in norm.parameters(recurse=False):
         parameter.div_(scale_K.to(parameter.dtype))
     for layer in layers:

@@ -33,7 +33,7 @@ class InputStats:
 
     @property
     def mean_K(self) -> Tensor:
-        """Calibration: mean magnitude of each input channel."""
+        """The mean magnitude of each input channel over the calibration rows."""
         return self.sum_K / max(self.num_tokens, 1)
 
     def add(self, x: Tensor) -> None:
@@ -67,8 +67,8 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def run_in_turn(model: Any, stages: Sequence[nn.Module], batch: Batch) -> bool:
-    """Calibration in turn: true if a pass runs each of `stages` once, in this order, and none has a part of another
-    one: then a later one changes nothing before it."""
+    """True if a pass runs each of `stages` once, in this order, and none is part of another: calibrating a later stage
+    then changes nothing before it."""
     parts = [part for stage in stages for part in stage.modules()]
     if len(set(parts)) < len(parts):
         return False
@@ -89,7 +89,7 @@ def run_in_turn(model: Any, stages: Sequence[nn.Module], batch: Batch) -> bool:
 def observe(
     model: Any, layers: Mapping[str, nn.Linear], batches: Sequence[Batch], *, stop_before: nn.Module | None = None
 ) -> dict[str, InputStats]:
-    """Observe inputs to calibrate: statistics of those of some linear layers of a model with `loss(batch)`.
+    """Observe the inputs of some linear layers of a model with `loss(batch)`: the statistics for calibration.
 
     Args:
         model: as for `quantize`.

@@ -31,7 +31,7 @@ def gptq(
     negative_scales: bool = False,
     damping: float = DAMPING,
 ) -> IntegerTensor:
-    """GPTQ: codes and scales of a weight.
+    """Quantise a weight by GPTQ to codes and scales.
 
     Args:
         weight_NK: float, finite.
@@ -90,7 +90,7 @@ def output_error(weight_NK: Tensor, rounded_NK: Tensor, hessian_KK: Tensor) -> f
 
 
 def _inverse_cholesky(hessian: Tensor, damping: float) -> Tensor:
-    """GPTQ's factor: the upper Cholesky factor of the inverse of the damped matrix."""
+    """The upper Cholesky factor of the inverse of GPTQ's damped matrix."""
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     mean = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0

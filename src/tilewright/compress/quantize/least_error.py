@@ -27,7 +27,7 @@ _MOST_ELEMENTS = 2**22
 def round_to_least_error(
     weight_MK: Tensor, spec: IntSpec, tile: Tile, *, half: bool = False, negative: bool = False
 ) -> IntegerTensor:
-    """Round to least error: codes and scales of a weight, symmetric.
+    """Quantise a weight symmetrically to the codes and scales of least error.
 
     Args:
         weight_MK: float; a group with a value that is not finite gets the scale NaN.
@@ -83,8 +83,8 @@ class _Search:
         self._least = self._error(scale_MG, self._codes(scale_MG))
 
     def try_with_fit(self, scale_MG: Tensor, negative: bool) -> None:
-        """Try a scale in the search for the least error: take it, or the one that fits its codes best, where the error
-        is smaller than the least so far."""
+        """Try a scale in the search for the least error: keep it, or the scale that fits its codes best, if its error
+        is the least so far."""
         codes_MGC = self._try(scale_MG)
         fit_MG = (self._unit * codes_MGC).sum(2) / codes_MGC.square().sum(2) * self._reach[:, :, 0]
         self._try(fit_MG if negative else torch.where(fit_MG > 0, fit_MG, torch.nan))

@@ -35,7 +35,7 @@ FOLD_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class WeightReport:
-    """One quantised weight: format, method, signal to noise of its values in dB, bytes before and after."""
+    """Report on one quantised weight: format, method, signal to noise of its values in dB, bytes before and after."""
 
     name: str
     format: str
@@ -70,7 +70,8 @@ class QuantizedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights of a quantised model: quantised ones packed, the others as they are, tied ones once."""
+        """Sum the bytes of a quantised model's weights: quantised ones packed, the others as they are, tied ones
+        once."""
         names = {name: parameter for name, parameter in self.model.named_parameters()}
         rest = sum(parameter.nbytes for name, parameter in names.items() if name not in self.weights)
         return rest + sum(weight.nbytes for weight in self.weights.values())
@@ -159,7 +160,8 @@ def round_weight(weight_NK: Tensor, spec: QuantSpec) -> IntegerTensor:
 def _scale_channels(
     result: QuantizedModel, layers: Mapping[str, nn.Linear], stats: Mapping[str, InputStats], batch: Batch
 ) -> set[str]:
-    """Scale channels before quantising: AWQ's scaling, folded into the norms of these layers; names of those scaled."""
+    """Scale channels by AWQ before layers are quantised, folded into the norms that they read; returns the names of the
+    scaled layers."""
     spec, model, scaled = result.spec, result.model, set()
     readers: dict[nn.Module, list[str]] = {}
     for name in layers:

@@ -71,7 +71,7 @@ class QuantSpec:
 
     @property
     def tile(self) -> Tile:
-        """Tile of a quantisation's spec: which elements of a linear layer's weight share a scale."""
+        """The tile of a quantisation: which elements of a linear layer's weight share a scale."""
         return Tile(1, self.group)
 
     @property
@@ -86,5 +86,5 @@ class QuantSpec:
 
 
 def int_format(bits: int, symmetric: bool = True) -> IntSpec:
-    """Integer format of a quantisation's spec: INT8 is -127..127 where symmetric; others use all codes."""
+    """The integer format of a quantisation: symmetric INT8 is -127..127, other formats use all codes."""
     return INT8 if bits == 8 and symmetric else IntSpec(bits)

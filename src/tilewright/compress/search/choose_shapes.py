@@ -96,7 +96,7 @@ def best_shapes(
 def nearest_shape(
     options: Sequence[Option], rest: Costs, limits: Mapping[str, float]
 ) -> tuple[ChosenShape, dict[str, float]]:
-    """Choose the shape that is nearest to limits that none holds: the sum of its excesses, as shares of the limits, is
+    """Choose the shape nearest to limits that no shape meets: the sum of its excesses, as shares of the limits, is
     least.
 
     Returns:
@@ -141,7 +141,7 @@ def _solve(
 
 
 def uniform_shapes(options: Sequence[Option]) -> list[ChosenShape]:
-    """Uniform shapes to choose: layers alike, one choice for all attentions and one for all FFNs; the run's own among
+    """List the uniform shapes: one choice for all attentions and one for all FFNs; the run's own shape is one of
     them."""
     by_part: dict[str, dict[str, dict[PartPlace, Option]]] = {}
     for option in options:

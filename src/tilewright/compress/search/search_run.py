@@ -98,8 +98,8 @@ class LayerSearch:
         return self.settings.steps or max(1, self.source.recipe.train.steps // 4)
 
     def kept_whole(self) -> dict[str, str]:
-        """Parts that a search of layers keeps whole: without a replacement that has weights, though one was asked for,
-        with the reason."""
+        """Parts that a layer search keeps because no replacement with weights could be made for them, with the
+        reason."""
         kinds = self.settings.kinds
         reasons = {place: why_whole(self.config, place, kinds, found) for place, found in self.choices.items()}
         return {str(place): reason for place, reason in reasons.items() if reason is not None}
@@ -176,7 +176,7 @@ class LayerSearch:
         self._measure_latency()
 
     def solve(self) -> list[ChosenShape]:
-        """Solve a search of layers: the best shapes by prediction.
+        """Find the shapes of a layer search with the least predicted loss.
 
         Raises:
             FitError: none is within the limits; the nearest is named.
@@ -272,8 +272,7 @@ class LayerSearch:
         return latency
 
     def _best_uniform(self) -> ChosenShape | None:
-        """The best uniform shape of a search run: layers alike, of least predicted loss within the limits; None: no
-        such shape is."""
+        """The uniform shape of least predicted loss within the limits of a layer search; None if there is none."""
         rest, limits = self.rest(), self.limits()
         found = [shape for shape in uniform_shapes(self.options()) if within(shape, rest, limits)]
         return min(found, key=lambda shape: shape.rise, default=None)

@@ -20,7 +20,7 @@ from tilewright.models.decoder.hf_weights import save_decoder
 
 
 def shape_name(shape: ChosenShape, steps: int) -> str:
-    """The name of the stage of a trained shape: what was chosen, and for how long it is trained.
+    """Name the stage that trains a shape, after the choices and the number of steps.
 
     Example:
         >>> shape_name(ChosenShape(()), 10)

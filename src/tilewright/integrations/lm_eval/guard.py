@@ -21,7 +21,7 @@ SEEDS = (0, 1234, 1234)
 
 @contextmanager
 def contained(verbose: bool = False) -> Iterator[None]:
-    """Guard around lm_eval: inside, the harness may run, seeded as its own command line seeds it.
+    """Run the lm_eval harness inside this context, seeded as its own command line seeds it.
 
     Args:
         verbose: show what it and the libraries below it log and warn.

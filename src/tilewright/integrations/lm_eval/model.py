@@ -75,7 +75,7 @@ class TilewrightLM(TemplateLM):
 
     @property
     def notes(self) -> list[str]:
-        """Notes of the model for lm_eval: departures from what was asked, each with its number of requests."""
+        """Departures from what lm_eval asked for, each with its number of requests."""
         return [f"{text}: {count} requests" for text, count in self._counts.items()] + self.model.notes
 
     @property
@@ -258,8 +258,8 @@ class TilewrightLM(TemplateLM):
 
 
 def _score(answer: list[int], log_probs_SV: torch.Tensor) -> tuple[float, bool]:
-    """Score of an answer by lm_eval's model: by the log probabilities at its places, or at more: requests of a group
-    may be split otherwise."""
+    """Score an lm_eval answer by the log-probabilities at its positions, or at more: a group's requests may be split
+    otherwise."""
     targets_S = torch.tensor(answer, device=log_probs_SV.device)
     own_SV = log_probs_SV[-len(answer) :]
     greedy = bool((own_SV.argmax(-1) == targets_S).all())
@@ -267,7 +267,7 @@ def _score(answer: list[int], log_probs_SV: torch.Tensor) -> tuple[float, bool]:
 
 
 def _similar(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
-    """Similar prompts for lm_eval's model: groups of similar lengths, from sorted ones."""
+    """Group sorted prompts of lm_eval by similar lengths."""
     parts: list[list[list[int]]] = []
     for ids in prompts:
         if parts and len(parts[-1][0]) - len(ids) <= _SPREAD:
@@ -278,7 +278,7 @@ def _similar(prompts: Sequence[list[int]]) -> list[list[list[int]]]:
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
-    """Sampling for lm_eval's model: how a task wants tokens to be drawn.
+    """Read how an lm_eval task wants its tokens to be drawn.
 
     Raises:
         ConfigError: in a way that is not ours.

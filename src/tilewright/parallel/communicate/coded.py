@@ -67,7 +67,7 @@ class GatheredPart:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The grid of tiles of a coded part: down, as many as a rank's rows can be in, and across."""
+        """The grid of tiles of a coded part: rows of tiles, as many as a rank's rows can touch, and columns."""
         assert self.shape is not None, "of codes"
         rows, columns = self.shape
         down = rows // TILE if self.is_even else (rows + TILE - 2) // TILE + 1
@@ -96,7 +96,7 @@ class GatheredPart:
         return found
 
     def pack(self, part_RK: Tensor, rank: int, amax_TU: Tensor | None, kernels: Kernels) -> Tensor:
-        """Pack a coded part: this rank's codes, then the exponents of its tiles' scales: uint8, `sent_bytes`.
+        """Pack this rank's codes and the exponents of their tiles' scales into one message: uint8, `sent_bytes`.
 
         Args:
             part_RK: its rows, FP32 or BF16.
@@ -125,7 +125,7 @@ class GatheredPart:
         return torch.cat([tiled.qdata[above : above + rows].reshape(-1), exponents, filled])
 
     def unpack(self, sent_B: Tensor, rank: int, out_RK: Tensor) -> None:
-        """Unpack a coded part: the values of a rank's codes, into a tensor of its rows.
+        """Unpack the values of a rank's codes from a message, into a tensor of its rows.
 
         Args:
             sent_B: what that rank has packed.
@@ -144,7 +144,7 @@ class GatheredPart:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Offsets of coded pieces: where each begins, and where the last one ends.
+    """Offsets at which coded pieces begin, and the end of the last one.
 
     Example:
         >>> offsets([3, 4])

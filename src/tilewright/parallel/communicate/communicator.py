@@ -146,8 +146,8 @@ class AsyncCommunicator:
         return self._packs and tensor.dtype == torch.float32
 
     def widen(self, wire: WireName) -> None:
-        """Widen a communicator's format: send in another one from now on, FP32 too: in the exchanges of the one that it
-        was made with, so that who sums what stays as it is. All ranks call it between steps.
+        """Send gradients in a wider format from now on, up to FP32. The exchanges stay those of the first format, so
+        that each rank sums the same parts as before. All ranks call it between steps.
 
         Args:
             wire: the format.

@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 class ErrorFeedback:
-    """Error feedback: what this rank's exchanges have lost of gradients in a wire format, by name."""
+    """Error feedback: the part of gradients that this rank's exchanges in a wire format have lost, by name."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -31,8 +31,7 @@ class ErrorFeedback:
         self._new: dict[str, Tensor] = {}
 
     def owed(self, name: str, like: Tensor) -> Tensor:
-        """Error feedback that is owed: the values to be added to a tensor before it is encoded: FP32 of its shape,
-        zeros at first.
+        """The error feedback to add to a tensor before it is encoded: FP32 of its shape, zeros at first.
 
         Args:
             name: of what is sent, the same in each step.
@@ -58,8 +57,8 @@ class ErrorFeedback:
         self._new = {}
 
     def forget(self) -> None:
-        """Forget the error feedback of this step: its gradients have not changed the weights, and what is owed is what
-        it was before the step."""
+        """Forget the error feedback of this step, whose gradients have not changed the weights. It is again what it was
+        before the step."""
         self._new = {}
 
     @property

@@ -71,8 +71,7 @@ class CountedAllGather(_Counted):
 
 
 class CodedAllGather(CountedAllGather):
-    """FSDP2's all-gather of a group's parameters: as 8-bit codes where layers read such codes, and as they are where
-    not.
+    """FSDP2's all-gather of a group's parameters, as 8-bit codes if layers read such codes, else as they are.
 
     Which these are is seen in each gather: where matmuls have left 8 bits since the last one, their weights are
     gathered as they are from now on, and a warning says so. What is gathered has the values of the codes, in the dtype
@@ -143,8 +142,8 @@ class CodedAllGather(CountedAllGather):
     def _shared_scales(
         self, parts: Sequence[tuple[GatheredPart, Tensor]], group: dist.ProcessGroup
     ) -> list[Tensor | None]:
-        """Shared scales of FSDP2's exchange as codes: largest magnitudes of tiles that lie on several ranks, of each
-        piece that has any: one all-reduce."""
+        """Exchange the largest magnitudes of tiles that are divided among ranks, in one all-reduce, so that FSDP2's
+        codes share their scales."""
         rank, ranks = group.rank(), group.size()
         grids = [
             None if piece.shape is None or piece.is_even else piece.amax(part.view(piece.shape), rank, ranks)
@@ -199,8 +198,8 @@ class WireReduceScatter(_Counted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """FSDP2's reduce-scatter: sum the ranks' gradients; each gets its part. In a wire format only sums are there:
-        `shard` asks for none but these."""
+        """Sum the ranks' gradients for FSDP2's reduce-scatter and give each rank its part. A wire format has sums only;
+        `shard` asks for nothing else."""
         communicator = self._communicator
         if communicator.packs(input_tensor):
             assert op == dist.ReduceOp.SUM, "gradients are sums"

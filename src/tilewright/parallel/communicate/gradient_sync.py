@@ -23,7 +23,7 @@ from tilewright.parallel.world import Group, World
 
 
 class GradientSync:
-    """Synchronisation of gradients over a run's ranks: its communicators. All ranks make one together.
+    """The synchronisation of gradients over a run's ranks, with its communicators. All ranks make it together.
 
     Args:
         world: of the run; what is sent is counted in its `traffic`.
@@ -61,7 +61,7 @@ class GradientSync:
         return self.replicas.wire
 
     def widen(self, wire: WireName) -> None:
-        """Widen gradient sync: send in another format from the next step on; all ranks call it."""
+        """Send gradients in a wider format from the next step on; all ranks call it."""
         for communicator in self._made:
             communicator.widen(wire)
 
@@ -76,7 +76,8 @@ class GradientSync:
         return sync
 
     def attach(self, model: nn.Module) -> None:
-        """Attach gradient sync: let FSDP2 send what a sharded model's groups send; nothing where it is not sharded."""
+        """Let FSDP2 send the gradients of a sharded model by this gradient sync; does nothing for a model that is not
+        sharded."""
         if not is_sharded(model):
             return
         world = self._world
@@ -101,6 +102,6 @@ class GradientSync:
         return {} if self.feedback is None else {"gradients": self.feedback.nbytes}
 
     def applied(self) -> None:
-        """Applied gradient sync: the summed gradients have changed the weights."""
+        """Note that the summed gradients have changed the weights."""
         if self.feedback is not None:
             self.feedback.commit()

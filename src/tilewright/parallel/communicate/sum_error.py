@@ -46,12 +46,12 @@ class SumError:
             self._squares[axis] = before[0] + squares[0], before[1] + squares[1]
 
     def clear(self) -> None:
-        """Clear the errors of sums: the passes of a step begin, or begin again."""
+        """Clear the errors of sums, as the passes of a step begin, or begin again."""
         with self._lock:
             self._squares = {axis: (0.0, 0.0) for axis in self._axes}
 
     def shares(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Shares of the sums' error: its norm over the sum's norm, by axis, over all ranks of a group, which call it
+        """The norm of the sums' error over the norm of the sums, by axis, over all ranks of a group, which call it
         together. NaN where a sum is not finite; axes without a sum that is not zero are left out.
 
         Example:

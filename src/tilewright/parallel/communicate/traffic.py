@@ -31,7 +31,7 @@ Kind = tuple[str, Operation, str]
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Sums over exchanges of one kind: bytes that a rank sent, and seconds."""
+    """Bytes that a rank sent in exchanges of one kind, and their seconds, summed."""
 
     sent_bytes: int = 0
     exchanges: int = 0
@@ -40,7 +40,7 @@ class Exchanged:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of traffic that are hidden: something else was computed.
+        """Seconds of traffic during which something else was computed.
 
         Example:
             >>> Exchanged(seconds=2.0, exposed_s=0.5).hidden_s
@@ -85,7 +85,7 @@ class TrafficCounter:
 
     @property
     def total(self) -> Mapping[Kind, Exchanged]:
-        """Total traffic: sums of all exchanges since the counter was made."""
+        """Sum all exchanges since the traffic counter was made."""
         with self._lock:
             return dict(self._sums)
 
@@ -148,8 +148,7 @@ class AxisTraffic:
 
 
 def whole_bytes(operation: Operation, tensor_bytes: float, ranks: int) -> float:
-    """Least traffic of a collective: bytes that one of so many ranks sends at the least, so that all get the result of
-    a collective.
+    """The least bytes that one of `ranks` ranks sends in a collective, so that all get its result.
 
     Args:
         operation: of them.

@@ -24,17 +24,16 @@ class Transport(Protocol):
     size: int
 
     def all_to_all(self, rows_RB: Tensor) -> Tensor:
-        """Transport by all-to-all: exchange rows of bytes: row r goes to rank r; gives the rows that came, in the order
-        of the ranks."""
+        """Exchange rows of bytes by all-to-all: row r goes to rank r; returns the rows that came, in the order of the
+        ranks."""
         ...
 
     def all_gather(self, row_B: Tensor) -> Tensor:
-        """Transport by all-gather: gather rows of bytes: this rank's row goes to all; gives the rows of all ranks [R,
-        B]."""
+        """Gather rows of bytes by all-gather: this rank's row goes to all; returns the rows of all ranks [R, B]."""
         ...
 
     def all_reduce(self, values: Tensor) -> None:
-        """Transport by all-reduce: sum a tensor over the ranks, in place, as torch adds it."""
+        """Sum a tensor over the ranks by all-reduce, in place, in torch's order."""
         ...
 
 
@@ -67,13 +66,13 @@ class GroupTransport:
 
 
 def all_gather_rows(found: Tensor, own: Tensor, **options: Any) -> Any:
-    """Transport's all-gather by torch: tensors of one size into one, by its name in this torch."""
+    """Gather tensors of one size into one by torch's all-gather, whose name depends on the version of torch."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(found, own, **options)
 
 
 def reduce_scatter_rows(found: Tensor, whole: Tensor, **options: Any) -> Any:
-    """Transport's reduce-scatter by torch: one tensor, by its name in this torch."""
+    """Sum and divide one tensor by torch's reduce-scatter, whose name depends on the version of torch."""
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce(found, whole, **options)
 

@@ -41,7 +41,7 @@ def row_bytes(values: int, wire: WireName) -> int:
 
 
 def pack(x_RN: Tensor, wire: WireName, kernels: Kernels) -> Tensor:
-    """Pack FP32 rows into wire messages of a format: uint8 [R, B].
+    """Pack FP32 rows into messages of a wire format: uint8 [R, B].
 
     Args:
         x_RN: FP32, contiguous; in `fp8` BF16 and FP16 too.
@@ -60,7 +60,7 @@ def pack(x_RN: Tensor, wire: WireName, kernels: Kernels) -> Tensor:
 
 
 def unpack(packed_RB: Tensor, values: int, wire: WireName) -> Tensor:
-    """Unpack wire messages to values: FP32 [R, N], in memory of its own."""
+    """Unpack wire messages to values: FP32 [R, N], in memory of their own."""
     if wire == "fp32":
         return packed_RB.clone().view(torch.float32)
     if wire == "bf16":

@@ -33,7 +33,7 @@ class ReplicaDifference:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Checksum of a tensor's bytes: XXH3, 64 bits.
+    """Checksum the bytes of a tensor by XXH3, 64 bits.
 
     Args:
         tensor: of any shape, dtype and device.

@@ -83,8 +83,8 @@ _NOT_BEGUN = (-1,)
 
 
 class Stalls:
-    """Finds a rank that does not go on while others wait for it: ranks do the same in the same order, so of two the one
-    at an earlier place is waited for, in a collective, now or soon.
+    """Finds a rank that has stalled while others wait for it. Ranks do the same in the same order, so of two ranks the
+    one at an earlier place is waited for, in a collective, now or soon.
 
     Args:
         world: number of ranks. One without a record has not come to its first phase.
@@ -97,8 +97,8 @@ class Stalls:
         self._since: dict[int, tuple[tuple[int, ...], float]] = {}
 
     def look(self, found: Mapping[int, RankRecord], now: float) -> tuple[RankRecord, float] | None:
-        """Look for a stalled rank: the one that has stood still for too long, and the seconds; of several the one that
-        is furthest behind.
+        """Return the rank that has stalled for too long, and for how many seconds; of several, the one that is furthest
+        behind.
 
         Args:
             found: records by rank.
@@ -150,8 +150,8 @@ class Blame:
         self._beats: dict[int, tuple[tuple[int, int], float]] = {}
 
     def look(self, now: float, gone_s: float = GONE_S) -> RankEnd | None:
-        """Look for whom to blame: the rank that failed or hangs, as far as can be seen now: this one too, where the
-        others have given it up. None where all are well, or this one has ended.
+        """Return the rank that failed or hangs, as far as can be seen now; None if all are well, or this rank has
+        ended. It may be this rank, if the others have given it up.
 
         Args:
             now: seconds of a clock that never goes back.
@@ -176,9 +176,8 @@ class Blame:
         return RankEnd(record, f"it made no progress for {seconds:.0f} s, and others wait for it", hangs=True)
 
     def wait(self, error: BaseException) -> RankEnd | None:
-        """Wait to see whom to blame: the rank that failed, for a rank whose connection broke or whose collective timed
-        out: looked for until it shows, or for four seconds. Then it is one that has not timed out as the others have,
-        or gives no sign of life.
+        """Wait up to four seconds for the rank at fault, after a connection broke or a collective timed out. At the end
+        it is a rank that has not timed out as the others have, or that gives no sign of life.
 
         Args:
             error: of this rank, which has said so in its record if it is a timeout.
@@ -201,7 +200,7 @@ class Blame:
         return RankEnd(found[silent[0]], f"it gives no sign of life, and here: {told}") if silent else None
 
     def _quiet(self, found: Mapping[int, RankRecord], now: float) -> dict[int, float]:
-        """Quiet seconds before a failure: without a beat of the other ranks, as seen by this one."""
+        """Seconds for which this rank has seen no heartbeat of the others, before a failure."""
         quiet = {}
         for rank, record in found.items():
             if rank == self.rank:

@@ -84,7 +84,7 @@ class RankRecord:
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Progress in a heartbeat: the numbers that stand still where the rank does nothing more."""
+        """The numbers of a heartbeat that stop changing when the rank does nothing more."""
         return (*self.place, self.passes, self.aside_moves, self.worked)
 
     @property
@@ -134,7 +134,7 @@ class Heartbeat:
             self._set(step=step, phase=phase, moves=moves, passes=0, waiting=False, long=long)
 
     def begin(self, phase: str) -> None:
-        """Heartbeat at the begin of a phase of a start: what follows is further than all steps before."""
+        """Record in the heartbeat that a phase of the start begins, which is later than all steps before."""
         with self._lock:
             self._set(lap=self._record.lap + 1, step=0, moves=0, phase=phase, waiting=False, long=True)
 
@@ -146,8 +146,8 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[Callable[[str], contextlib.AbstractContextManager[None]]]:
-        """Heartbeats of a pipeline's passes: inside, ranks run them, each in an order of its own: between two of them a
-        rank waits for others. Gives a function that is called with a pass's name, and is open while the pass runs."""
+        """Record the passes of a pipeline in the heartbeat, each rank's in its own order; between two passes a rank
+        waits for others. Yields a function that is called with a pass's name, and is open while the pass runs."""
         with self._lock:
             self._in_passes = True
             self._set(moves=self._record.moves + 1, passes=1, waiting=True)
@@ -167,13 +167,13 @@ class Heartbeat:
             self._set(waiting=True)
 
     def waits(self) -> None:
-        """Heartbeat of a rank that waits: its part of the phase is done. A rank that does not come here becomes the
-        straggler."""
+        """Record in the heartbeat that this rank has done its part of the phase and waits. A rank that does not come
+        here becomes the straggler."""
         with self._lock:
             self._set(moves=self._record.moves + 1, waiting=True)
 
     def works(self) -> None:
-        """Heartbeat of a rank that works: it has waited, and continues with the phase."""
+        """Record in the heartbeat that this rank has waited, and continues with the phase."""
         with self._lock:
             self._set(waiting=False)
 
@@ -183,12 +183,12 @@ class Heartbeat:
             self._set(aside=phase, aside_moves=self._record.aside_moves + 1)
 
     def give_up(self) -> None:
-        """Heartbeat of a rank that gives up: it has waited for others as long as it may."""
+        """Record in the heartbeat that this rank gives up, after it has waited for others as long as it may."""
         with self._lock:
             self._set(timed_out=True)
 
     def fail(self, error: BaseException, *, follows: bool = False) -> None:
-        """Heartbeat of a rank that fails: it ends on an error, for those who wait for it. What it says first stays.
+        """Record in the heartbeat that this rank ends on an error, for those who wait for it. The first error stays.
 
         Args:
             error: a user's, or a bug.
@@ -230,8 +230,8 @@ class Heartbeat:
 
 
 def records(folder: Path) -> dict[int, RankRecord]:
-    """Heartbeats of ranks: the records in a run folder by rank; one that is being written just now is left out. None
-    where another rank removes the folder just now."""
+    """Read the heartbeats of a run folder by rank. One that is being written is left out; None if another rank removes
+    the folder meanwhile."""
     found = {}
     try:
         paths = sorted((folder / FOLDER).glob("*.json"))

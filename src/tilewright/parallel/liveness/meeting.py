@@ -57,7 +57,7 @@ class Meeting:
         return [json.loads(self._told.get(key)) for key in keys]
 
     def after_first(self, what: str) -> None:
-        """After the first rank at a meeting: it says that it has done something; the others wait until it does.
+        """Let the other ranks wait at the meeting until the first rank has done something.
 
         Raises:
             HardwareError: it has not in time.
@@ -96,8 +96,8 @@ def late_error(who: str, what: str, timeout_s: float) -> HardwareError:
 
 
 def meet(ranks: Ranks, timeout_s: float) -> Meeting:
-    """Meet: the ranks that a launcher has started, without a group: torchrun's store, or one of the first rank's
-    process.
+    """Let the ranks that a launcher has started meet before there is a group, by torchrun's store or one of the first
+    rank's process.
 
     Raises:
         ConfigError: the launcher says not where ranks can meet.

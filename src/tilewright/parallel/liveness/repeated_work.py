@@ -30,7 +30,7 @@ class Repeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop repeated work: end the thread, after the call that runs."""
+        """Stop repeated work: the thread ends after the call that runs."""
         self._stop.set()
         self._thread.join()
 
@@ -51,8 +51,8 @@ LEAST_BYTES_PER_S = 64 << 10
 
 
 class WorkMeter:
-    """Tells if this process does anything: processor time and bytes of files since the last look, of its threads and of
-    its child processes.
+    """Meter of a process's work: processor time and bytes of files since the last look, of its threads and child
+    processes.
 
     A rank that prepares data or loads a model for an hour is told from one that hangs by it. Threads that only watch
     (the heartbeat, those that read the others') are left out. A process in an endless loop looks like one that works.
@@ -63,7 +63,7 @@ class WorkMeter:
         self._before: tuple[float, float, int] | None = None
 
     def has_worked(self) -> bool:
-        """Meter of a process's work: true if it has worked since this was called last; at the first call, True."""
+        """True if the metered process has worked since the last call; True at the first call."""
         now, (cpu_s, size) = time.monotonic(), self._used()
         before, self._before = self._before, (now, cpu_s, size)
         if before is None:
@@ -72,7 +72,7 @@ class WorkMeter:
         return cpu_s - before[1] >= LEAST_SHARE * seconds or size - before[2] >= LEAST_BYTES_PER_S * seconds
 
     def _used(self) -> tuple[float, int]:
-        """The work of all that lives now: processor seconds, and bytes from and to disks."""
+        """Sum the work of a process's living threads and children: processor seconds, and bytes from and to disks."""
         cpu_s, size = self._own_cpu_s(), _bytes(self._process)
         for child in self._process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -44,9 +44,8 @@ step or more ahead of the step, once per step, in another thread."""
 
 
 def in_stream_order(lengths_N: np.ndarray, room: Room) -> Assignment:
-    """Assignment in stream order: documents in their order, as many behind each other as fit: as few micro-batches as
-    that takes, the longest of them as short as it can be with so many. Micro-batch i goes to rank i modulo their
-    number.
+    """Assign documents to micro-batches in their order, as many in each as fit. There are as few micro-batches as
+    possible, and the longest is as short as it can be with so many. Micro-batch i goes to rank i modulo their number.
 
     Args:
         lengths_N: tokens of each document, each from 1 to `room.tokens`.
@@ -71,8 +70,7 @@ def in_stream_order(lengths_N: np.ndarray, room: Room) -> Assignment:
 
 
 def part_bounds(ends_N: np.ndarray, most: int) -> list[int]:
-    """Bounds of an assignment: first document of each part of at most so many tokens, filled one after the other, and
-    the end.
+    """First document of each part of at most `most` tokens, filled one after the other, and the end.
 
     Args:
         ends_N: running sums of the documents' tokens, none of which has more than `most`.

@@ -52,8 +52,8 @@ class Cut:
         return found
 
     def best(self, limit: float | None = None) -> tuple[int, ...] | None:
-        """The cut of least bottleneck: how many entries each part has: by no other cut is the slowest worker through
-        earlier. None where parts take more or fewer entries than there are, or none is within the limit.
+        """Cut a list of entries into parts so that the slowest worker takes least; returns the number of entries of
+        each part. None if parts take more or fewer entries than there are, or if none is within the limit.
 
         Args:
             limit: of the seconds; None: any.

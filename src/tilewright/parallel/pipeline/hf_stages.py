@@ -93,7 +93,7 @@ class StagedHF(Staged, Derived):
 
 
 def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:
-    """This rank's stages of a Hugging Face model: the same object, with another class and fewer layers.
+    """Make a Hugging Face model this rank's stages: the same object, with another class and fewer layers.
 
     Args:
         whole: converted; its parameters have values, or are placeholders (`memory.offload.lazy_params`).

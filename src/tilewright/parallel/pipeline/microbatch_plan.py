@@ -20,7 +20,7 @@ from tilewright.parallel.world import World
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of a step on one rank of a pipeline: its micro-batches.
+    """The micro-batches of a step on one rank of a pipeline.
 
     Example:
         >>> one, other = ({"input_ids": torch.tensor([[token, 8]])} for token in (3, 4))

@@ -126,8 +126,8 @@ class PipelineSteps:
 
 @torch.no_grad()
 def add_other_end(model: Staged) -> None:
-    """After the ranks' passes: where this rank holds one of two tied ends, its gradient becomes the sum of both. The
-    two ranks send each other theirs, and add them in either order, which gives the same bits.
+    """Sum the gradient of a tied parameter over the two ranks that hold its ends, after the passes. The two ranks send
+    each other theirs, and add them in either order, which gives the same bits.
 
     Args:
         model: this rank's part. Zeros are sent where it has no gradient; frozen ends have none.

@@ -92,9 +92,9 @@ class Pipeline:
         return self.pp - 1 - place if self.reverse else place
 
     def split(self, num_layers: int, costs: Sequence[int] = (), ends: tuple[int, int] = (0, 0)) -> list[range]:
-        """The split of layers over stages: as said. Else such that the rank with most work has as little of it as it
-        can have (`balance.resplit`); where that is as well done by as many in each stage, and one more in the first
-        ones, so.
+        """Split layers over stages: as the recipe says, else so that the rank with most work has the least possible
+        (`balance.resplit`). If an even split does that as well, it is taken: as many layers in each stage, one more in
+        the first ones.
 
         Args:
             num_layers: of the model.
@@ -126,7 +126,7 @@ class Pipeline:
         return [range(*pair) for pair in itertools.pairwise(bounds)]
 
     def _dealt_out(self, num_layers: int, costs: Sequence[int], ends: tuple[int, int]) -> tuple[int, ...]:
-        """The split dealt out: layers per stage where nothing is said of them."""
+        """Split layers over stages where the recipe says nothing."""
         least, more = divmod(num_layers, self.num_stages)
         even = tuple(least + (stage < more) for stage in range(self.num_stages))
         if not any(costs):

@@ -81,7 +81,7 @@ class ModelStage(nn.Module):
         self._held, self._numbers = (held,), tuple(layers)  # in a tuple: no child of this module
 
     def forward(self, *received: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """A stage's forward: the stream [B, s, D] behind the last of its layers, or what `finish` makes of it whole.
+        """Run a stage: returns the stream [B, s, D] after its last layer, or what `finish` makes of the whole stream.
 
         Args:
             received: the stream [B, s, D]; nothing for the first stage.
@@ -106,7 +106,7 @@ class ModelStage(nn.Module):
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter of two modules: of one before the layers, and of one behind them."""
+    """One parameter of two modules, the first before the layers and the second behind them."""
 
     first: nn.Module
     first_name: str
@@ -197,7 +197,7 @@ class Staged:
         return LossOutput(loss_sum, count.long(), dict(zip(names, told, strict=True)))
 
     def new_cache(self, rows: int, length: int) -> None:
-        """A staged model's cache: none, rows pass all ranks whole for each token."""
+        """Return None: a staged model has no cache, and its rows pass all ranks whole for each token."""
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
         """A staged model's input of the head [B, S, D], without gradients, on the rank with the last stage; None on the
@@ -206,8 +206,8 @@ class Staged:
 
     @torch.no_grad()
     def pass_row(self, batch: Mapping[str, Tensor], finish: Finish, shape: tuple[int, ...]) -> Tensor:
-        """Pass a row of ranks of a staged model: the output of the last stage for a batch, in FP32 and of this shape,
-        on all ranks in a row."""
+        """Pass a batch through all stages of a row of ranks, and return the last stage's output, FP32 of this shape, on
+        all of them."""
         made = self.pass_to_last(batch, finish)
         found = torch.empty(shape, dtype=torch.float32, device=batch["input_ids"].device)
         if made is not None:
@@ -217,7 +217,7 @@ class Staged:
 
     @torch.no_grad()
     def pass_to_last(self, batch: Mapping[str, Tensor], finish: Finish, watch: StageWatch = unwatched) -> Tensor | None:
-        """Pass a batch to the last rank of a staged model: its output there; None on the others."""
+        """Pass a batch through all stages to the last rank, and return its output there; None on the others."""
         ids_BS, rank_of, made = batch["input_ids"], self.pipeline.rank_of, None
         micro_batch = MicroBatch(batch, finish)
         stream_BsD = torch.empty(self.stream_shape(ids_BS), dtype=self.stream_dtype, device=ids_BS.device)
@@ -235,9 +235,8 @@ class Staged:
         return made
 
     def backward_row(self, batch: Mapping[str, Tensor], targets: int) -> None:
-        """Backward of a staged model: forward and backward of one batch, stage after stage: gradients of the sum of its
-        losses over `targets` are added to this rank's parameters. All ranks in a row call it, and no schedule has a
-        part in it."""
+        """Run forward and backward of one batch, stage after stage: gradients of the sum of its losses over `targets`
+        are added to this rank's parameters. All ranks in a row call it; no schedule takes part."""
         row, rank_of, ids_BS = self.row, self.pipeline.rank_of, batch["input_ids"]
 
         def finish(x_BSD: Tensor, context: LayerContext) -> Tensor:

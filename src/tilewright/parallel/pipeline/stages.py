@@ -27,7 +27,7 @@ class Elsewhere(nn.Module):
     """Stands in the place of a part that another rank holds."""
 
     def forward(self, *args: Any) -> Tensor:
-        """A layer of the stages of another rank: never called."""
+        """Stand in for a layer of another rank's stages: it is never called."""
         raise AssertionError("this part of the model is on another rank")
 
 
@@ -78,13 +78,13 @@ class StagedDecoder(Staged, Decoder):
 
     @property
     def ties(self) -> list[Tie]:
-        """Ties of a decoder's stages: ends that are one parameter, on ranks that have one of them: see `Staged`."""
+        """The tied parameters of a decoder's stages whose ends are on different ranks: see `Staged`."""
         if not self.config.tie_embeddings or not (self.has_first or self.has_last):
             return []
         return [Tie(self.model.embed_tokens, "weight", self.lm_head, "weight")]
 
     def last_hidden(self, batch: Mapping[str, Tensor], watch: StageWatch = unwatched) -> Tensor | None:
-        """Hidden values in front of the head of a decoder in stages: see `Staged`."""
+        """The values that the head of a decoder in stages reads: see `Staged`."""
         return self.pass_to_last(batch, lambda x_BSD, context: self.model.norm(x_BSD), watch)
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: None = None) -> Tensor:

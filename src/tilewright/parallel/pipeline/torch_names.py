@@ -221,5 +221,6 @@ class Schedules:
 
 
 def _as_it_is(output: Tensor, target: None) -> Tensor:
-    """The loss as torch's pipelining takes it: the last stage gives the loss itself."""
+    """Return the output as the loss: the last stage computes the loss itself, where torch's pipelining expects a loss
+    function."""
     return output

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
-    """A part of a request: no unknown field, and no value is converted."""
+    """A part of a request that refuses unknown fields and converts no value."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

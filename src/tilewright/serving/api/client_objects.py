@@ -51,7 +51,7 @@ class Shape:
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Told], usage: dict[str, int]) -> dict[str, Any]:
-        """Whole reply object: an answer that is not streamed."""
+        """The reply object of an answer that is not streamed."""
         return self._object(False) | {"choices": [self._choice(choice) for choice in choices], "usage": usage}
 
     def _choice(self, choice: Told) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Shape:
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason}
 
     def role(self, index: int) -> dict[str, Any]:
-        """Reply object of a role: the first part of a choice of a conversation."""
+        """The reply object that names the role: the first part of a streamed choice."""
         return self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None, None)
 
     def parts(
@@ -96,7 +96,7 @@ class Shape:
         return self._chunk(choice.index, {}, None, choice.reason)
 
     def usage(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Reply object of usage: the last part of a stream, where it is asked for."""
+        """The reply object with usage: the last part of a stream, if the client asks for it."""
         return self._object(True) | {"choices": [], "usage": usage}
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
@@ -115,5 +115,5 @@ class Shape:
 
 
 def event(value: dict[str, Any]) -> str:
-    """Reply object as an event: a part of a stream as it is sent."""
+    """Write a reply object as an event: one part of a stream as it is sent."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

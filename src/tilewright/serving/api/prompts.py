@@ -149,8 +149,7 @@ def _text_prompt(session: Session, prompt: str | list[int], echo: bool) -> Promp
 
 
 def refused_as_400(make: Callable[[], Any], param: str) -> Any:
-    """A prompt refused with status 400: the result of `make`; an error of the user is status 400 with the field
-    concerned."""
+    """Make a prompt by `make`; an error of the user becomes status 400 with the field concerned."""
     try:
         return make()
     except TilewrightError as error:

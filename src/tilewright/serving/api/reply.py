@@ -159,7 +159,7 @@ class Reply:
         return index, News(prefix + said.text, said.calls, tokens, thought)
 
     def _said(self, part: ReplyPart, piece: AnswerPiece | None) -> tuple[str, Said]:
-        """Said in the reply: parts of a piece, or of the end, for the thoughts, and for text and calls."""
+        """Parts of the reply that a piece of an answer, or its end, adds: thoughts, text and calls."""
         thought, text = "", "" if piece is None else piece.text
         if part.thoughts is not None:
             found = part.thoughts.flush() if piece is None else part.thoughts.push(text)
@@ -223,7 +223,7 @@ class Reply:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """A reply's error: the message to a client about one of the worker."""
+    """Turn an error of the worker into the message that the client gets."""
     if isinstance(error, BusyError):
         return ApiError(429, "All places are taken; try again", code="too_many_requests", retry_after=1)
     if isinstance(error, StoppedError):

@@ -80,7 +80,7 @@ class ApiRequest(Strict):
         return self.max_tokens, "max_tokens"
 
     def sampling(self) -> Sampling:
-        """How tokens are drawn for a request: its sampling."""
+        """How tokens are drawn for a request: temperature, top_k, top_p and min_p."""
         default = Sampling()
         return Sampling(
             default.temperature if self.temperature is None else self.temperature,
@@ -120,7 +120,7 @@ class ResponseFormat(Strict):
         return self
 
     def schema_text(self) -> dict[str, Any] | None:
-        """The JSON schema in a request that the text keeps to; None: any text."""
+        """The JSON schema that a request wants its answer to follow; None: any text."""
         if self.type == "text":
             return None
         if self.json_schema is None:
@@ -161,7 +161,7 @@ class ChatRequest(ApiRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The conversation of a chat request: messages as templates know them."""
+        """The messages of a chat request as templates know them."""
         names: dict[str, str] = {}
         return [message.to_template(names) for message in self.messages]
 
@@ -227,8 +227,8 @@ def parse(body: bytes, kind: type[ApiRequest]) -> Any:
 
 
 def _as_api_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
-    """A request's fault as API error: the first field that is wrong, under the name that the client has for it; of
-    several types that a value may have the one that it came closest to."""
+    """Turn a request's fault into an API error: the first wrong field under the client's name for it. Where a value may
+    have several types, the one that it came closest to counts."""
     found = [(_path(values, one["loc"], one["type"]), one) for one in error.errors(include_url=False)]
     path, first = min(found, key=lambda pair: (pair[1]["type"] != "extra_forbidden", -len(pair[0])))
     unknown = first["type"] == "extra_forbidden"

@@ -86,7 +86,7 @@ def format_of(template: str) -> Kind | None:
 
 @dataclass
 class Said:
-    """Parts of a piece of text: text that is none of a call, and calls that are complete."""
+    """The additions of a piece of an answer: text outside of calls, and the calls that it completes."""
 
     text: str = ""
     calls: list[FunctionCall] = field(default_factory=list)
@@ -162,7 +162,8 @@ class CallParser:
                 said.text += whole
 
     def _move(self, said: Said, end: int) -> None:
-        """Move the parser of tools' calls: text up to `end` is none of a call; white space between calls is dropped."""
+        """Advance the parser of tool calls to `end`: the text up to there is outside of calls; white space between
+        calls is dropped."""
         text, self._held = self._held[:end], self._held[end:]
         if self._blank and text.strip():
             self._blank = ""
@@ -216,7 +217,7 @@ class CallParser:
         return self._made([{"name": name, "arguments": {k: _typed(v, types.get(k), schema) for k, v in given.items()}}])
 
     def _objects(self, text: str) -> list[FunctionCall]:
-        """Objects of tools' calls: a list of them, or calls separated by `;`."""
+        """Read tool calls that are written as JSON: a list of objects, or objects separated by `;`."""
         text = text.strip().removeprefix("<|python_tag|>")
         value = _json(text)
         if isinstance(value, list):
@@ -250,7 +251,7 @@ class CallParser:
 
 
 def _glm(text: str) -> tuple[str, dict[str, str] | None]:
-    """A tool's call of GLM: name and arguments; None where it is none."""
+    """Read a tool call as GLM writes it: name and arguments; None if the text is no call."""
     name, mark, rest = text.partition(_KEY)
     found: dict[str, str] = {}
     left = mark + rest
@@ -267,7 +268,7 @@ def _glm(text: str) -> tuple[str, dict[str, str] | None]:
 
 
 def _coder(text: str) -> tuple[str, dict[str, str] | None]:
-    """A tool's call of Qwen3-Coder: name and arguments; a value stands on lines of its own."""
+    """Read a tool call as Qwen3-Coder writes it: name and arguments; a value has lines of its own."""
     name, mark, rest = text.strip().removeprefix(_FUNCTION).partition(">")
     if not mark or not text.strip().startswith(_FUNCTION) or not rest.endswith(_FUNCTION_END):
         return name, None
@@ -283,7 +284,7 @@ def _coder(text: str) -> tuple[str, dict[str, str] | None]:
 
 
 def _deepseek(text: str) -> list[Any]:
-    """Tools' calls of DeepSeek: objects between the outer marks; [None] where they are none."""
+    """Read tool calls as DeepSeek writes them: objects between the outer marks; [None] if the text is no call."""
     first, *parts = text.split(_CALL)
     found: list[Any] = []
     for part in parts:
@@ -301,8 +302,8 @@ def _deepseek(text: str) -> list[Any]:
 
 
 def _after_name(part: str) -> tuple[str | None, str]:
-    """A tool's call after its name: the name before `[ARGS]`, and the JSON behind it; None where all is JSON, in which
-    the mark may stand too."""
+    """Split a tool call into the name before `[ARGS]` and the JSON after it; None if all is JSON, in which the mark may
+    appear too."""
     name, mark, arguments = part.partition(_ARGS)
     return (None, part) if not mark or part.lstrip().startswith(("[", "{")) else (name.strip(), arguments)
 
@@ -323,8 +324,8 @@ def _arguments(given: Any) -> str | None:
 
 
 def _typed(text: str, schema: Any, whole: Mapping[str, Any]) -> Any:
-    """A typed argument of a tool's call: a value that was written as text: a string where its schema, a part of the
-    whole one, has one; else JSON, or a string all the same, as what only Python takes for a number (NaN)."""
+    """Convert an argument of a tool call that was written as text: a string if its schema has one, else JSON, or a
+    string again if only Python reads it as a number (NaN)."""
     if _is_text(schema, whole):
         return text
     if text.strip() in _PYTHON:

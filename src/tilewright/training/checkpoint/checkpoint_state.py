@@ -156,8 +156,8 @@ class TrainState:
             raise CheckpointError.from_problems(list(dict.fromkeys(found))) from own
 
     def _compared(self) -> frozenset[str]:
-        """Compared state of a checkpoint: names of what ranks that hold the same part of it hold with the same bits.
-        Buffers may follow each rank's own data, as running means do."""
+        """Names of the state that ranks with the same part of a checkpoint must hold with the same bits. Buffers are
+        left out: they may follow each rank's own data, as running means do."""
         params = {f"model.{name}" for name, _ in self.model.named_parameters()}
         return frozenset(params | self._optimizer_tensors().keys())
 
@@ -186,8 +186,8 @@ def _empty_state(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state in a checkpoint: parameters and persistent buffers as `model.<fqn>`, detached, each once under
-    its first name.
+    """The tensors of a model in a checkpoint: parameters and persistent buffers as `model.<fqn>`, detached, each once
+    under its first name.
 
     The same object is the same tensor (tied parameters), and so is the same view of memory that holds its values. A
     DTensor, a tensor on the meta device and the place of a parameter that is stored elsewhere have no such memory.
@@ -282,8 +282,7 @@ def _compare(what: str, prefix: str, here: Shapes, stored: Stored) -> None:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A fingerprint of the model for a checkpoint's state: a hash of the names and shapes of parameters and persistent
-    buffers."""
+    """Hash the names and shapes of a model's parameters and persistent buffers: the fingerprint in its checkpoints."""
     return _fingerprint(_shapes(model.state_dict()))
 
 

@@ -72,8 +72,8 @@ def of_dcp(error: CheckpointException) -> RanksFailedError:
 
 
 def short_reason(error: BaseException) -> str:
-    """The reason of a disk's failure in one line: what is inside DCP's wrapper, and the disk's own error where there is
-    one behind it.
+    """Shorten a checkpoint's failure to one line: the error inside DCP's wrapper, and the disk's own error behind it if
+    there is one.
 
     torch's zip writer raises "unexpected pos" while the OSError that caused it is being handled.
     """
@@ -99,8 +99,8 @@ def is_full(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The chain of a failure: an error, what is inside DCP's wrapper, and what was being handled when each was
-    raised."""
+    """List a failure's chain of errors: each error, the one inside DCP's wrapper, and the one that was being handled
+    when it was raised."""
     if isinstance(error, CheckpointException):
         for inner, _ in error.failures.values():
             yield from _chain(inner)

@@ -36,8 +36,8 @@ def seed_all(seed: int) -> None:
 
 
 def draw_apart(world: World) -> None:
-    """Draw apart: let the generators of ranks that read different rows draw different numbers from now on: the first as
-    it would have, the others from a seed made of its state, which all have until here, and of their own number."""
+    """Let ranks that read different rows draw different random numbers from now on. The first rank draws as before; the
+    others take a seed made of their number and of its state, which all have had until here."""
     if world.data.rank:
         _seed({f"{_PREFIX}cpu": torch.get_rng_state()}, world.data.rank)
 

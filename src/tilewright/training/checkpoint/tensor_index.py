@@ -33,7 +33,7 @@ _Size = Annotated[tuple[_Count, ...], Field(max_length=64)]
 
 
 class _Part(BaseModel):
-    """A part of a tensor: where it begins in the tensor, its shape, and the bytes of a file that hold it."""
+    """A stored part of a tensor: where it begins in the tensor, its shape, and the bytes of a file that hold it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     offsets: _Size
@@ -161,7 +161,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def parse_index(data: bytes) -> Metadata:
-    """Parse an index of tensors: the objects of DCP that its bytes describe.
+    """Read DCP's objects from the bytes of a checkpoint's index of tensors.
 
     Raises:
         IndexFormatError: for any other bytes.

@@ -226,8 +226,8 @@ class Staging:
         return sum(part.nbytes for part in self._parts.values())
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Stage tensors to be written: contiguous host copies of `tensors` under the same names, of DTensors this
-        rank's shards; done when this returns.
+        """Copy `tensors` to contiguous host memory under the same names before they are written; of DTensors, this
+        rank's shards. Done when this returns.
 
         Values, dtypes and shapes are those of the tensors at the moment of the call.
         """

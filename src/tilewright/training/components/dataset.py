@@ -92,8 +92,8 @@ def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> Held
 
 
 def in_parts(recipe: Recipe, prepared: Prepared, whole: HeldOut) -> tuple[HeldOut, HeldOut]:
-    """Held-out rows of the dataset in two parts: of evaluations on the way, and the rest, which is empty unless a
-    recipe asks for one.
+    """Divide held-out rows into those of evaluations during the run, and the rest, which is empty unless a recipe asks
+    for one.
 
     Args:
         recipe: reads `[train]`.

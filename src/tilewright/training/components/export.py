@@ -126,8 +126,8 @@ def _with_all_layers(recipe: Recipe, model: Model, whole: WholeTensors) -> Model
 
 
 def write_beside(recipe: Recipe, run: Path, model: Model, rules: TextRules, target: Path) -> None:
-    """Export beside the model: tokenizer and chat template of a run into its model's folder, and how the loaded model
-    wants to generate: with its own settings, and what ends an answer.
+    """Write tokenizer and chat template into a run's model folder, and the settings to generate with: the loaded
+    model's own, and what ends an answer.
 
     Raises:
         OSError: a file cannot be written.
@@ -142,7 +142,7 @@ def write_beside(recipe: Recipe, run: Path, model: Model, rules: TextRules, targ
 
 
 def max_positions(recipe: Recipe, model: Model) -> int:
-    """Most tokens of one text that an exported model is for: what config.json of its folder says."""
+    """The most tokens of a text that an exported model is for, by its folder's config.json."""
     return model.max_positions or max(recipe.data.seq_len, _loaded_positions(recipe))
 
 

@@ -254,7 +254,7 @@ def fill_whole(recipe: Recipe, model: Model, device: torch.device, values: Initi
 
 
 def pinned(loaded: Loaded, run: Path | None = None, *, weights: bool = True) -> Loaded:
-    """A recipe whose model is pinned: on this machine, with the hash of its revision in `model.path`.
+    """Pin the model of a recipe on this machine: `model.path` gets the hash of its revision.
 
     Args:
         loaded: a recipe; one that names a folder, or nothing, is returned as it is.

@@ -48,8 +48,8 @@ def make_optimizer(
 
 
 def rounding_numbers(section: OptimSection, model: nn.Module) -> dict[str, int]:
-    """Optimizer's random streams: the number of each trainable parameter in the random streams of the rounding, by
-    name: with them a part of the model rounds as the whole does.
+    """Number the trainable parameters by name, for the random streams of stochastic rounding: a part of the model then
+    rounds as the whole does.
 
     Args:
         section: the recipe's `[optim]`.

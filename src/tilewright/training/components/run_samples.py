@@ -51,7 +51,7 @@ def stream_of(recipe: Recipe, prepared: Rows, *, rank: int, world: int, prefetch
 
 
 def step_size(recipe: Recipe) -> tuple[int, int]:
-    """Samples of a run's step and of a micro-batch: rows, pairs of them, or tokens of documents.
+    """Count the samples of a step and of a micro-batch: rows, pairs of rows, or tokens of documents.
 
     Example:
         >>> from tilewright.core.config.recipe import DataSection, TrainSection

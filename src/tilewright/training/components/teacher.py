@@ -330,8 +330,7 @@ def _staged(model: Model, found: TeacherFolder, student: Staged, world: World, d
 
 
 def weights_hash(model: Model, row: dist.ProcessGroup | None = None) -> str:
-    """Hash of the teacher's weights: of all and buffers of a model that have dimensions, by name; of all ranks in a row
-    together."""
+    """Hash a teacher's weights: all parameters and buffers that have dimensions; of all ranks in a row together."""
     own = {
         name: xxhash.xxh3_64_intdigest(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
         for name, tensor in model.state_dict().items()  # type: ignore[attr-defined]

@@ -169,7 +169,7 @@ class TeacherRows:
         return ids_SK, self.keeping.normalized(logs_SG)
 
     def _index(self, path: Path) -> None:
-        """Index of a file of teacher's rows: their heads, up to a truncated one."""
+        """Read the heads of a file of teacher's rows, up to one that is cut off."""
         size = path.stat().st_size
         with path.open("rb") as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
@@ -215,6 +215,6 @@ class TeacherRows:
 
 
 def _keys(batch: Mapping[str, Tensor]) -> list[bytes]:
-    """Keys of teacher's rows: hashes of their tokens, and of where documents in them begin."""
+    """Keys of teacher's rows: hashes of their tokens and of where documents in them begin."""
     parts = [batch[name].cpu().to(torch.int64) for name in ("input_ids", "segments", "positions") if name in batch]
     return [xxhash.xxh3_128_digest(torch.stack(rows).contiguous().numpy().data) for rows in zip(*parts, strict=True)]

@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 def checkpoint_layers(model: Model, memory_plan: MemoryPlan) -> None:
-    """Activation policy of each layer: let it keep for backward what the memory plan says.
+    """Let each layer keep for backward the activations that the memory plan says.
 
     Raises:
         ConfigError: the memory plan is of other layers, or asks for what the model or the standard executor cannot do.
@@ -35,7 +35,7 @@ def checkpoint_layers(model: Model, memory_plan: MemoryPlan) -> None:
 
 
 def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
-    """Activation policy by parts: cut MLPs and attention of each layer into those that the memory plan says. Once.
+    """Cut the MLP and attention of each layer into the slices that the memory plan says. Call it once.
 
     Args:
         model: converted.
@@ -114,7 +114,7 @@ class ActivationPolicy:
         return replace(self._asked, layers=layers)
 
     def apply(self, memory_plan: MemoryPlan) -> None:
-        """Apply an activation policy: keep the activations of this plan from the next step on. Between steps only.
+        """Keep the activations that a memory plan says from the next step on. Call it between steps only.
 
         Raises:
             ConfigError: it cannot be done by this executor, or not while the run continues; nothing has changed then.

@@ -68,8 +68,7 @@ class StepResult:
 
 
 def keep_fp32_gradients(params: Iterable[Tensor]) -> None:
-    """Base of executors: keep gradients of 16-bit parameters in FP32: micro-batches are summed, unscaled and clipped
-    there."""
+    """Keep gradients of 16-bit parameters in FP32, in which micro-batches are summed, unscaled and clipped."""
     for param in params:
         if param.dtype in (torch.float16, torch.bfloat16):
             param.grad_dtype = torch.float32
@@ -92,8 +91,8 @@ class Executor(Protocol):
         ...
 
     def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
-        """Executor between steps: do this with each layer from now on. No number changes. All of it or, on an error,
-        nothing.
+        """Change the executor's memory plan between steps. No number of the run changes. On an error nothing is
+        changed.
 
         Raises:
             ConfigError: this executor cannot do it, or not while the run continues.
@@ -104,7 +103,7 @@ class Executor(Protocol):
         ...
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """An executor's step: forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
+        """Run forward, backward and the update over this rank's micro-batches, at learning rate `lr`.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError, MemoryError: an allocator found no memory. Nothing has changed: the

@@ -47,8 +47,8 @@ class DomainLoss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Evaluated bits per byte: independent of the tokenizer, so comparable between runs and with compressors; None
-        without bytes."""
+        """Bits per byte of an evaluated domain: independent of the tokenizer, so comparable between runs and with
+        compressors; None without bytes."""
         return bits_per_byte(self.loss * self.tokens, self.bytes) if self.bytes else None
 
     def to_json(self) -> dict[str, float]:
@@ -116,7 +116,7 @@ def evaluate_texts(
 
 
 def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
-    """Evaluated domains pooled as one: the loss weighted by targets, bits per byte by bytes; None without targets.
+    """Pool the evaluated domains into one: loss weighted by targets, bits per byte by bytes; None without targets.
 
     Example:
         >>> pooled({"a": DomainLoss(1.0, 2.718, 1), "b": DomainLoss(4.0, 54.6, 2)}).loss
@@ -168,8 +168,8 @@ def _shared(
     num_bytes: Mapping[str, int | None],
     data: dist.ProcessGroup,
 ) -> dict[str, DomainLoss]:
-    """Evaluate on several ranks: one rank's part of the batches, then the sums of all, added up in the order in which
-    one rank would.
+    """Evaluate a part of the batches on each rank, and add up the sums of all ranks in the order in which one rank
+    would.
 
     Each rank computes as many batches as every other, the last one again where there is none left for it: a forward
     pass of a sharded model is one of all ranks.

@@ -33,8 +33,8 @@ from tilewright.training.executor.standard import standard_executor
 
 
 def layer_major_executor(inputs: ExecutorInputs) -> LayerMajorExecutor:
-    """The kind of executor "layer-major" of a run: the model is cut into layer groups, and parameters and states get
-    their homes.
+    """Make the layer-major executor of a run: cut the model into layer groups, and place parameters and states in their
+    memory tiers.
 
     Raises:
         FitError: a tier has not so much room.
@@ -79,7 +79,7 @@ def layer_major_executor(inputs: ExecutorInputs) -> LayerMajorExecutor:
 
 
 def _home(inputs: ExecutorInputs, layer_groups: LayerGroups, memory_plan: MemoryPlan) -> ParamOffloader:
-    """Homes for the layer-major kind of executor: parameters and states of each layer group in their tiers."""
+    """Place the parameters and states of each layer group in their memory tiers, for the layer-major executor."""
     wanted = by_group(memory_plan, layer_groups)
     return ParamOffloader(
         inputs.model,
@@ -126,8 +126,8 @@ def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, fol
 
 
 def _no_loss_scaling(precision: PrecisionSection) -> ConfigError:
-    """The kind of executor that has no loss scaling: layer groups are updated before the whole gradient is seen, so an
-    overflow could not be reported in time."""
+    """Make the error of loss scaling with the layer-major executor. Layer groups are updated before the whole gradient
+    is seen, so an overflow could not be reported in time."""
     got, change = [], []
     if precision.loss_scale != "auto":
         got, change = [f"precision.loss_scale = {precision.loss_scale}"], ['precision.loss_scale = "auto"']
@@ -159,7 +159,7 @@ KINDS: Mapping[str, ExecutorKind] = MappingProxyType(
 
 
 def executor_of(recipe: Recipe, given: ExecutorKind | None = None) -> ExecutorKind:
-    """The kind of executor of a recipe's steps: the one that the caller gives, or the one that it names."""
+    """Choose the executor of a recipe's steps: the one that the caller gives, else the one that the recipe names."""
     return given or KINDS[recipe.executor]
 
 

@@ -221,7 +221,7 @@ class LayerMajorExecutor:
         self._policy.apply(memory_plan)
 
     def stateful(self) -> dict[str, Stateful]:
-        """The layer-major executor's state: clipping, and what delayed clipping knows of the step before."""
+        """The layer-major executor's state: clipping, and the norms of the last step that delayed clipping uses."""
         return {"clip": self.clip, **({"delayed": self.delayed} if self.delayed is not None else {})}
 
     def close(self) -> None:
@@ -365,7 +365,8 @@ class LayerMajorExecutor:
 
     @torch.no_grad()
     def _measure_sum(self, part: LayerGroup, attempt: _Attempt) -> Tensor:
-        """Layer-major: lengths of a layer group's gradients, one per tensor, elements clamped if the recipe says so."""
+        """Measure the norms of a layer group's gradients, one per tensor; elements are clamped first if the recipe says
+        so."""
         params, grads = _with_gradients(part)
         if not grads:
             return torch.zeros(0, device=self.device)

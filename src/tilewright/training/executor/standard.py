@@ -86,7 +86,7 @@ class StepProgress:
 
 
 class StandardExecutor:
-    """The plain PyTorch way: one backward pass a micro-batch, gradients accumulated, one update.
+    """The executor of plain PyTorch: one backward pass per micro-batch, gradients accumulated, one update.
 
     Of several ranks those of `data` each pass micro-batches of their own; counts, losses and gradients are summed over
     them. `everyone` decides together: how many micro-batches there are, and whether memory is short. The model is the
@@ -254,8 +254,8 @@ class StandardExecutor:
             self._sync.begin(scale)
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> StandardAttempt:
-        """An attempt of a standard step: forward and backward over all micro-batches; the gradient of the mean loss is
-        left in `param.grad`, summed over the ranks and clipped."""
+        """Try a standard step: forward and backward over all micro-batches. The gradient of the mean loss is left in
+        `param.grad`, summed over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
         aux: dict[str, Tensor] = {}
         told: list[tuple[Tensor | None, Batch]] = []
@@ -281,8 +281,8 @@ class StandardExecutor:
         return StandardAttempt(*judged, aux, sum(targets), sums_of_rows(told))
 
     def _judged(self, loss_sum: Tensor, num_targets: int, scale: float) -> tuple[float, float, str | None]:
-        """Standard step after the passes: loss and gradients are summed over ranks. Mean loss, norm, and a reason not
-        to update."""
+        """Sum loss and gradients of a standard step over ranks. Returns the mean loss, the norm, and a reason not to
+        update."""
         with self._phase("update"):
             self._sum_over_ranks(loss_sum)
             loss = float(loss_sum) / max(num_targets, 1)
@@ -308,7 +308,7 @@ class StandardExecutor:
         return result.norm, result.skip
 
     def _apply(self, lr: float, progress: StepProgress) -> None:
-        """Apply a standard step: update the weights, and what follows from them."""
+        """Update the weights at the end of a standard step, and what is computed from them."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         progress.gradients = self._num_gradients()

@@ -109,8 +109,7 @@ class StepTransaction:
     def rollback_on_oom(
         self, *, irrevocable: Callable[[BaseException], PartialUpdateError | None] = lambda _: None
     ) -> Iterator[StateBefore]:
-        """Roll a step back: where an allocator finds no memory inside, everything is as it was, and its error is
-        raised.
+        """Roll back all that was changed inside if an allocator finds no memory, and raise its error.
 
         Gives what was before, for a step that turns out to be skipped.
 
@@ -139,8 +138,7 @@ class StepTransaction:
             raise
 
     def retry_on_oom(self, work: Callable[[], Result], on_oom: Callable[[], None] | None = None) -> Result:
-        """Retry in a step's transaction: work() is called again where an allocator finds no memory, until it is
-        through.
+        """Call `work()` again, each time that an allocator finds no memory, until it is through.
 
         Args:
             work: continues where it stood when it is called again, or starts over.
@@ -167,7 +165,7 @@ class StepTransaction:
         free_memory(self._device)
 
     def _free_after_error(self, error: BaseException) -> None:
-        """Free memory after the error of a step: its frames hold what was computed up to it."""
+        """Free the memory that the error of a step holds: its frames keep what was computed up to it."""
         traceback.clear_frames(error.__traceback__)
         free_memory(self._device)
 
@@ -201,7 +199,7 @@ def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool],
 
 
 def free_memory(device: torch.device) -> None:
-    """Free memory for a step: what nothing reads any more, and of the allocators' free blocks."""
+    """Free memory for a step: garbage, and the free blocks of the allocators."""
     gc.collect()
     trim_malloc()
     if device.type == "cuda":

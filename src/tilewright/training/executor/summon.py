@@ -66,7 +66,7 @@ class Summoned:
             self._home.flush()
 
     def open(self, part: LayerGroup | None) -> None:
-        """Summon a layer group: have this one live, and no other."""
+        """Summon a layer group: its parameters become live, and those of no other group are."""
         if part is self._open or self._home is None:
             return
         if self._open is not None:
@@ -81,7 +81,7 @@ class Summoned:
         return None if self._home is None else self.tensor
 
     def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors in the order in which they are best summoned: those of one layer together."""
+        """Sort tensors in the order in which they are best summoned: those of one layer together."""
         first = (-1,)
         return dict(sorted(tensors.items(), key=lambda item: self._found.get(item[0], first)[0]))
 
@@ -141,8 +141,8 @@ class TensorAccess:
 
     @contextmanager
     def forward_passes(self, model: nn.Module) -> Iterator[None]:
-        """Summoned layers: forward passes of the model are possible inside: evaluation, samples. They find each layer
-        group on the device when they come to it.
+        """Run forward passes of the model inside this context, for evaluation and samples: each layer group is summoned
+        when a pass comes to it.
 
         Nothing is compiled inside then: the layers' hooks are not part of what was.
         """

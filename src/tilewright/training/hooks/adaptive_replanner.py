@@ -148,7 +148,7 @@ class AdaptiveReplanner(StepHook):
         self._plan_again("budget", text, quiet=not less, change=change, threshold=threshold)
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Re-plan after a step: compare the second one under a memory plan with what was expected of it."""
+        """Compare the second step under a memory plan with its prediction, and re-plan if they differ."""
         self._number = step.number
         if self.executor.transaction.oom_messages:
             self._tighten_after_relief()
@@ -171,8 +171,8 @@ class AdaptiveReplanner(StepHook):
             self.next_step = 0 if self._near() else math.inf
 
     def _calibrate(self, seconds: float) -> None:
-        """Calibrate the re-planner: the factors by which every later plan is multiplied; a new plan, where this one is
-        far off."""
+        """Calibrate the re-planner: set the factors by which every later plan is multiplied, and plan again if this
+        plan is far off."""
         self.time_factor *= seconds / self.step_s
         error = self.measured / self.peak_bytes - 1
         words = f"{format_bytes(self.measured)} measured, {format_bytes(self.peak_bytes)} expected: {error:+.1%}"
@@ -192,15 +192,13 @@ class AdaptiveReplanner(StepHook):
         self._plan_again("calibration", text, threshold=threshold, **numbers)
 
     def _near(self) -> bool:
-        """The re-planner's nearness: true where the run takes so much of its room that its user should hear of
-        plans."""
+        """True if the run takes so much of its memory that its user should hear of plans."""
         return max(self.measured, self.peak_bytes) >= NEAR * self._allowed()
 
     # ---- out of memory ----
 
     def reduce_memory(self, number: int, said: str) -> bool:
-        """Re-plan to reduce memory: make room for a step that found none and has changed nothing; False where there is
-        no tighter memory plan.
+        """Take a tighter memory plan after a step that found no memory and changed nothing; False if there is none.
 
         Args:
             number: of the step, counted from 1.
@@ -210,14 +208,14 @@ class AdaptiveReplanner(StepHook):
         return self._tighten(f"an allocator found no memory ({said}); the step is computed again")
 
     def _tighten_after_relief(self) -> None:
-        """Re-plan after relief: a step met an out-of-memory in its update, made memory free, and came to its end."""
+        """Take a tighter memory plan after a step whose update ran out of memory, freed some, and ended well."""
         said = self.executor.transaction.oom_messages
         text = f"an allocator found no memory {len(said)} times in what cannot be taken back ({said[0]}); it continued"
         said.clear()
         self._tighten(text)
 
     def _tighten(self, text: str) -> bool:
-        """Re-plan tighter: take a memory plan that needs less than the present one; False where there is none."""
+        """Take a memory plan that needs less than the present one; False if there is none."""
         planner = self._planner_of_run()
         if planner is None:
             return self._tighten_unplanned(text)
@@ -234,7 +232,7 @@ class AdaptiveReplanner(StepHook):
         return False
 
     def _smaller(self, planner: Replanner, peak_bytes: float) -> Iterable[tuple[Plan, float]]:
-        """Smaller plans of the re-planner: for less and less, and the smallest."""
+        """Yield plans of the re-planner for smaller and smaller budgets, and last the smallest plan."""
         limit, factors = min(peak_bytes, self._allowed()), self._factors
         for _ in range(CUTS):
             limit *= 1 - CUT
@@ -256,7 +254,7 @@ class AdaptiveReplanner(StepHook):
     # ---- decisions ----
 
     def _plan_again(self, trigger: str, text: str, *, quiet: bool = False, **numbers: Any) -> None:
-        """Re-plan: find the fastest memory plan for what is known now; take it where that must be, or pays.
+        """Find the fastest memory plan for what is known now, and take it if the run must, or if it pays.
 
         Args:
             trigger: what happened.
@@ -344,8 +342,7 @@ class AdaptiveReplanner(StepHook):
         return {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
 
     def _restart(self, row_length: int | None) -> None:
-        """Restart the re-planner: with another memory plan or row length nothing that was measured is of it, and
-        nothing is expected yet."""
+        """Restart the re-planner's measurements: none of them belongs to the new memory plan or row length."""
         self.row_length, self.expected, self.measured, self.looks = row_length, None, 0.0, 0
 
     def _planner_of_run(self) -> Replanner | None:

@@ -61,12 +61,12 @@ class StepHook(Protocol):
     """Its calls change nothing where they find no memory, and are made again under a smaller memory plan."""
 
     def before_step(self, step: Step) -> Step:
-        """A hook before a step: the step to compute, the one that was given or another. The weights are those of the
-        step before."""
+        """Choose the step to compute before it begins: the given one or another. The weights are those of the step
+        before."""
         return step
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """A hook after a step: it was computed or skipped (`result.skipped`), counted, and written down.
+        """Act after a step was computed or skipped (`result.skipped`), counted and recorded.
 
         Args:
             step: as it was computed.
@@ -74,8 +74,8 @@ class StepHook(Protocol):
         """
 
     def numbers(self, step: Step, result: StepResult) -> Mapping[str, Any]:
-        """A hook's numbers for the row of metrics of a step with a line: numbers, or mappings of them. Called on all
-        ranks, before the row is written."""
+        """Numbers that the hook adds to a step's row of metrics, or mappings of them. Called on all ranks, before the
+        row is written."""
         return {}
 
     def phase(self, name: str) -> None:
@@ -188,7 +188,7 @@ class RestartError(Exception):
 
 
 def restart_if_asked(hooks: Sequence[StepHook], steps: int, step: int, begin_s: float, recorder: MetricsLogger) -> None:
-    """Restart if a hook asks for that: after a checkpoint on the way, begin again from it.
+    """Restart the run if a hook asks for it: save a checkpoint and begin again from it.
 
     Args:
         hooks: of the run.

@@ -55,8 +55,8 @@ class ExpertHook(StepHook):
         self._steps, self._step_s = self._steps + 1, result.seconds
 
     def _load_of_all_layers(self) -> torch.Tensor:
-        """Experts' load: rows of the step [L, E] by layer of the whole model, FP64: a stage has those of its own
-        layers."""
+        """The load of the experts in this step [L, E] FP64, by layer of the whole model; a pipeline stage counts its
+        own layers."""
         config, own = self._model.config, self._model.last_load_LE
         load_LE = torch.zeros(
             config.num_layers - config.num_dense_layers, config.num_experts,

@@ -106,11 +106,11 @@ class MixingHook(StepHook):
         return MixEvaluation(step, self.steps, dict(self.weights), domains)
 
     def phase(self, name: str) -> None:
-        """Mixing when a run saves: a checkpoint has the sums of all ranks."""
+        """Sum the losses of mixing over all ranks when a run saves, so that a checkpoint has them."""
         self.sums.phase(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of mixing: weights, the policy's memory, and losses since the last evaluation."""
+        """The state of mixing: weights, the policy's memory, and losses since the last evaluation."""
         return {
             "weights": dict(self.weights),
             "evaluations": self._evaluations,

@@ -138,7 +138,7 @@ class PipelineHook(StepHook):
         return found, found.differs(self._now, documents.lengths_N, LEAST)
 
     def _data_speeds(self, measured: MeasuredStep) -> tuple[float, ...]:
-        """Speed of each data rank of a pipeline: of the slowest rank in its row, on a usual micro-batch."""
+        """The speed of each data rank of a pipeline: that of the slowest rank in its row, on a usual micro-batch."""
         usual = _usual(measured)
         slowest: dict[int, float] = {}
         for number, rank in enumerate(measured.ranks):
@@ -215,7 +215,7 @@ class PipelineHook(StepHook):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the pipeline's hook: the cost model, and the places that follow from it."""
+        """The state of the pipeline's hook: the cost model, and the assignment of documents that follows from it."""
         return {"fit": self._fit.state_dict(), "places": self._now.to_json(), "next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ def size_of(batch: Mapping[str, torch.Tensor]) -> MicroBatchSize:
 
 
 def _usual(measured: MeasuredStep) -> MicroBatchSize:
-    """A usual micro-batch of the pipeline: the mean of a step's."""
+    """The usual micro-batch of a pipeline: the mean of a step's."""
     sizes = [size for rank in measured.ranks for size in rank.sizes]
     tokens, pairs = (sum(found) // max(1, len(sizes)) for found in zip(*map(astuple, sizes), strict=True))
     return MicroBatchSize(tokens, pairs)
@@ -267,8 +267,8 @@ def _agreed_kinds(model: Staged, world: World) -> dict[int, list[str]]:
 
 
 def _prior(model: Staged, kinds: Mapping[int, list[str]], world: World) -> CostModel:
-    """The pipeline's first cost model: in proportion to the operations of matmuls, all experts counted, and of
-    attention; all ranks call it."""
+    """Make the pipeline's first cost model, in proportion to the FLOPs of matmuls (all experts counted) and of
+    attention. All ranks call it."""
     mine = {
         kind: _matrices(layer)
         for stage in model.stages

@@ -53,8 +53,8 @@ class PrecisionHook(StepHook):
     name, repeatable = "control", True
 
     def before_step(self, step: Step) -> Step:
-        """Precision before a step: its formats, a sample where one is due (one row, or all of them), and the learning
-        rate lowered by the noise that was measured."""
+        """Set the formats of a step before it begins, sample evidence where it is due, and lower the learning rate by
+        the measured noise."""
         number, schedule, self._microbatches = step.number - 1, self.control.schedule, step.microbatches
         floors, before = dict(schedule.floors(number)), self.control.controller.formats()
         self.control.enter(number)
@@ -69,8 +69,8 @@ class PrecisionHook(StepHook):
         return replace(step, lr=step.lr * lr_factor(self.control.controller.noise, self.lr_noise_damping))
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Precision after a step: a sample on the batch of one that wider formats have mended, without what a teacher
-        has added."""
+        """Sample evidence after a step on the batch of a step that wider formats have mended, without a teacher's
+        additions."""
         if self.control.controller.suspect is not None:
             self._look(step.number - 1, self._microbatches, step.recorder)
 
@@ -129,7 +129,8 @@ def precision_hook(
     everyone: dist.ProcessGroup | None = None,
     sites: Sequence[GemmSite] | None = None,
 ) -> PrecisionHook | None:
-    """The precision's hook: the controller of single matmuls, if the recipe asks for it or for a schedule of them.
+    """Make the hook that controls the precision of single matmuls; None if the recipe asks for neither it nor a
+    schedule of them.
 
     Args:
         recipe: reads `[precision]` and the number of steps.
@@ -193,7 +194,7 @@ class PrecisionModes(StepHook):
         return f"{before} -> {mode} from step {step + 1} on"
 
     def refresh(self) -> None:
-        """Refresh the codes of weights in a precision mode: make them as the weights are now."""
+        """Quantise the weights of a precision mode again from their present values."""
         if self.weights is not None:
             self.weights.refresh()
 

@@ -63,8 +63,7 @@ class Agreement(StepHook):
     # ---- between steps ----
 
     def before_step(self, step: Step) -> Step:
-        """Agreement of ranks before a step: it is the one with the longest row of any rank. What is called next is
-        computing."""
+        """Agree on the step's longest row over all ranks before it begins. The ranks compute next."""
         self.world.waits()
         longest = self.most(-1 if step.row_length is None else step.row_length)
         self.world.works()
@@ -73,8 +72,7 @@ class Agreement(StepHook):
         return replace(step, row_length=None if longest < 0 else int(longest))
 
     def after_step(self, step: Step, result: StepResult) -> None:
-        """Agreement of ranks after a step: where a line is due, write the table of ranks. A folder that is gone by then
-        is met by all."""
+        """Write the table of ranks after a step, if a line is due. If the folder is gone, all ranks learn it."""
         table = self.table
         if table is not None:
             table.end_step()
@@ -84,8 +82,8 @@ class Agreement(StepHook):
             self.on_first(lambda: table.write(step.number, rows))
 
     def agree(self) -> None:
-        """Agree among ranks: why some were asked to stop, whether minutes make a save due, and what allocators said
-        where a piece of the step was called again: from here on all have that of any."""
+        """Exchange among ranks why some were asked to stop, if minutes make a save due, and which pieces of the step
+        were called again. All ranks have the same answers afterwards."""
         if self.alone:
             return
         self.world.waits()
@@ -98,13 +96,13 @@ class Agreement(StepHook):
             self.stop.request(self._reason(self._asked.reason))
 
     def _reason(self, stop: str | None) -> str:
-        """The agreed reason of ranks: of the first one that has one; which ranks, where it is not all."""
+        """The agreed reason to stop: that of the first rank that has one, with the ranks if it is not that of all."""
         reasons = {rank: reason for rank, reason in enumerate(gather(self._group, stop)) if reason is not None}
         first = next(iter(reasons.values()))
         return first if len(reasons) == self.world.size else f"{first} ({named_ranks(reasons)})"
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Agree by work on the first rank; all get its result: see `parallel.launch.on_first`."""
+        """Run work on the first rank and give all ranks its result: see `parallel.launch.on_first`."""
         return on_first(self.world, work)
 
     # ---- what plans rest on ----
@@ -132,7 +130,7 @@ class Agreement(StepHook):
     # ---- acting together ----
 
     def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
-        """Apply a memory plan by agreement: every layer is treated so from now on, on all ranks or on none.
+        """Apply a memory plan on all ranks, or on none if one of them fails.
 
         Raises:
             TilewrightError, torch.OutOfMemoryError: that of the first rank that cannot, on all.
@@ -176,6 +174,6 @@ class PlannerOnFirst:
 
 
 def planner_on_first(find: Callable[[], Any], agreement: Agreement) -> Any:
-    """A planner agreed on: the one that `find` gives, made on the first rank alone; None where there is none."""
+    """Make the planner on the first rank alone by `find`; None if there is none."""
     mine = find() if agreement.world.is_first else None
     return PlannerOnFirst(mine, agreement) if agreement.on_first(lambda: mine is not None) else None

@@ -87,7 +87,7 @@ class GradSyncHook(StepHook):
         return self._sync.errors
 
     def state_dict(self) -> dict[str, Any]:
-        """State of gradient sync: the format now, and how long its error has been too large."""
+        """The state of gradient sync: its present format, and for how long its error has been too large."""
         return {"wire": self._sync.wire, "above": self._above, "next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

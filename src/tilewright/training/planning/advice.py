@@ -35,7 +35,7 @@ IN_A_FILE = "the plan that --fastest --out plan.toml writes and --memory.plan pl
 
 
 def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Advice:
-    """Advice on a plan: changes that make it faster, or make a recipe fit that does not as it stands."""
+    """Advise on a plan: changes that make it faster, or that make a recipe fit which does not."""
     if request.largest or found.state == "not known":
         return NOTHING
     if found.state == "does not fit":
@@ -47,7 +47,7 @@ def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Adv
 
 
 def find_faster(loaded: Loaded, site: Site, found: Plan) -> Change | None:
-    """Advice on a faster way: the fastest plan beside what `train` does; None where it gains too little."""
+    """Find the fastest plan beside the one that `train` takes; None if it gains too little."""
     best = decide(loaded, site, "fastest")
     if not best.accepted or best.tokens_per_s <= WORTH * found.tokens_per_s:
         return None
@@ -66,8 +66,8 @@ def find_faster(loaded: Loaded, site: Site, found: Plan) -> Change | None:
 
 
 def as_settings(plan: Plan, recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Advice as settings: arguments to type for a plan: all that settings can say of it; of all layers alone, where
-    `train` finds the rest; nothing, where it finds all of it."""
+    """Write a plan as settings to type. Where `train` finds the rest itself, only those that hold for all layers are
+    written, or none."""
     settings = {name: value for name, value in plan.settings().items() if value_of(recipe, name) != value}
     of_all = {name: value for name, value in settings.items() if name not in OF_A_LAYER}
     forms = settings, of_all, {}

@@ -16,7 +16,7 @@ _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
 
 
 def words(memory_plan: MemoryPlan) -> str:
-    """Describe a memory plan: how many layers are treated how.
+    """Describe a memory plan in words: how many layers are treated how.
 
     Example:
         >>> words(MemoryPlan.uniform(3))
@@ -46,7 +46,7 @@ def loosest(memory_plan: MemoryPlan) -> bool:
 
 
 def tighter(memory_plan: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[MemoryPlan]:
-    """Tighter memory plans: they keep less for the backward pass, one step after the other, with these modes.
+    """Yield tighter memory plans, each of which keeps less for backward than the one before, with these modes.
 
     Example:
         >>> [words(found) for found in tighter(MemoryPlan.uniform(2))]

@@ -46,8 +46,8 @@ def refused(plan: Plan, changes: Sequence[object]) -> FitError | UnknownFitError
 
 
 def nothing_fits(loaded: Loaded, site: Site, how: How = "least_change", *, same_numbers: bool = False) -> FitError:
-    """The error of a run that does not fit under any plan: the smallest budget in which it is accepted, and what may be
-    typed too, each as the same command would plan it then.
+    """Make the error of a run that fits under no plan: the smallest budget that suffices, and other changes to type,
+    each as the same command would plan it.
 
     Args:
         loaded: the run's settings.

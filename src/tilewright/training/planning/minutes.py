@@ -105,7 +105,7 @@ def steps_within(recipe: Recipe, times: StepTimes, *, done: int = 0, elapsed_s: 
 
 
 def expected_steps(recipe: Recipe, step_s: float) -> int:
-    """The steps of a run in its minutes as planned: those of the recipe, or those that fit at a planned rate.
+    """Predict the steps of a run in its minutes: those of the recipe, or as many as fit at a planned rate.
 
     Args:
         recipe: reads `[train]`.

@@ -5,7 +5,7 @@ OFF = 1.5
 
 
 def off_plan(planned_s: float, measured_s: float) -> float:
-    """How many times off the plan a step is: longer than planned, or shorter.
+    """The factor by which a step is longer or shorter than planned.
 
     Example:
         >>> off_plan(6.5, 13.0), off_plan(6.0, 1.5)

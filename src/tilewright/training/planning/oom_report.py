@@ -54,8 +54,7 @@ def explained(memory_tracker: MemoryTracker, recipe: Recipe, when: str) -> Itera
 
 
 def _proposals(recipe: Recipe) -> list[str]:
-    """Proposals in a report of OOM: settings that lower the peak and are not in use, those that change no loss
-    first."""
+    """Propose settings that lower the peak and are not in use, those that change no loss first."""
     train, memory = recipe.train, recipe.memory
     found = []
     if train.micro_batch_size > 1:

@@ -215,9 +215,9 @@ def pace_of(plan: Plan, site: Site, first: float, steps: int, *, measures: bool)
 
 
 def corrector(plan: Plan, site: Site) -> Callable[[float], float]:
-    """Corrector of a run's pace: gives the seconds of a step of this plan at rates that are measured when it is called,
-    from what the work of the steps took. A step is not faster than its matmuls: where they alone are planned to take
-    longer, they are faster."""
+    """Return a function that predicts the seconds of a plan's step at rates measured when it is called, from the time
+    that the steps' work took. A step is not faster than its matmuls: where they alone are planned to take longer, they
+    are faster."""
 
     def correct(own_s: float) -> float:
         formats = formats_of(plan, site.rates)
@@ -232,7 +232,7 @@ def corrector(plan: Plan, site: Site) -> Callable[[float], float]:
 
 
 def formats_of(plan: Plan, rates: Ceilings) -> frozenset[str]:
-    """Formats whose rates matter to a run's pace: those of its matmuls, and of what they are multiplied in."""
+    """Formats whose rates decide a run's pace: those of its matmuls, and those that operands are converted to."""
     shape, units = plan.shape, rates.matmul
     layers = (*shape.classes, shape.rest)
     used = {multiplied_in(form, units) for layer in layers for matmul in layer.matmuls for form in matmul.gemms.formats}
@@ -252,7 +252,7 @@ def at_rates(plan: Plan, site: Site, rates: Ceilings) -> Plan:
 
 
 def keep_corrected(step: Step, corrected_s: float) -> None:
-    """Keep a run's corrected pace: the seconds of a step beside the planned ones, in the run's plan.json."""
+    """Write a run's corrected seconds per step beside the planned ones in its plan.json."""
     path = step.folder.path / PLAN_JSON
     plan = from_json(path.read_text(encoding="utf-8"))
     tokens_per_s = plan["tokens_per_step"] / corrected_s

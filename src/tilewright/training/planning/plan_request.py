@@ -53,8 +53,7 @@ class PlanRequest:
 
 
 def asked_for(loaded: Loaded, request: PlanRequest, *, quiet: bool = False) -> tuple[Loaded, Site]:
-    """The request for a plan: the recipe and the place that a command plans: the same that `train` plans, where it is
-    given the device's budget as `plan.device_memory`.
+    """The recipe and site that a command plans: those of `train`, with the requested budget as `plan.device_memory`.
 
     Raises:
         ConfigError: a size that is none, or more than the machine has; a machine that is not published; more ranks than
@@ -108,8 +107,7 @@ def site_of(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: boo
 
 
 def published_notes(name: str) -> tuple[str, ...]:
-    """Notes on a plan that is requested for a published machine: where its numbers of a published machine come from,
-    and what is guessed of them."""
+    """Notes on the numbers of a published machine in a plan: where they come from, and which of them are guesses."""
     row = find_published(name)
     return f"published, not measured: {row.full_name} ({row.source})", GUESSES
 
@@ -183,8 +181,8 @@ def _check_device(options: PlanRequest, machine: Machine, owner: str) -> None:
 
 
 def plan_for(loaded: Loaded, site: Site, request: PlanRequest, *, as_it_stands: bool = False) -> Plan:
-    """The plan that was requested: what `train` does, the fastest one, or that of the deepest model. A recipe of which
-    nothing is decided is priced whether it fits or not.
+    """Make the requested plan: that of `train`, the fastest one, or that of the deepest model. A recipe for which
+    nothing is decided is priced if it fits or not.
 
     Args:
         loaded: the recipe.
@@ -251,8 +249,8 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
 
 
 def vocab_size_of(recipe: Recipe) -> int:
-    """Size of the vocabulary for a requested plan: tokens of the tokenizer that the run would use, of a built dataset
-    its own; classes of images."""
+    """The vocabulary size of a recipe that is planned: tokens of its tokenizer, a built dataset's own number, or
+    classes of images."""
     source = Path(recipe.data.source).expanduser()
     if "://" in (first := next(iter(recipe.data.sources.values()), recipe.data.source)):
         from tilewright.data.dataset.remote.address import is_address

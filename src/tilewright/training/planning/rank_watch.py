@@ -41,7 +41,7 @@ from tilewright.training.runlog.run_folder import RunFolder
 
 
 class LoneWatch:
-    """The watch of a process alone: there are no others to watch."""
+    """The watch of a process that has no other ranks to watch."""
 
     world = World.alone()
 
@@ -52,7 +52,7 @@ class LoneWatch:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Blame a rank: open around what waits for other ranks."""
+        """Mark the code inside as waiting for other ranks, so that an error can name the rank at fault."""
         yield
 
     @contextmanager
@@ -102,8 +102,7 @@ class RankWatch(LoneWatch):
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Blame a rank: an error of torch inside becomes that of the rank whose fault it is, where another one has
-        failed or hangs.
+        """Raise an error of torch inside as that of the rank at fault, if another rank has failed or hangs.
 
         Raises:
             RankFailedError: instead.
@@ -146,7 +145,7 @@ class RankWatch(LoneWatch):
             self._recorder = None
 
     def agreement(self, folder: RunFolder, plan: Plan, parts: Components) -> Agreement:
-        """The agreement of the watched ranks: from here on phases of a step are those of memory."""
+        """Make the agreement of the watched ranks; from here on the phases of a step are those of memory."""
         parts.memory_tracker.on_phase = self.heartbeat.phase
         planned = 0 if plan.shape.unknown else plan.allocated_bytes + plan.reserve_bytes
         group = self.world.everyone.handle
@@ -203,7 +202,7 @@ def _remove_unread(folder: Path, ranks: int = 1) -> None:
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """Settings that the watch over ranks compares: they must be the same on all before they make groups."""
+    """Settings that must be the same on all ranks before they make groups; the watch compares them."""
     digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
     return {"recipe": digest, "version of tilewright": __version__, "version of torch": torch.__version__}
 

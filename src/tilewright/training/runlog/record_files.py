@@ -63,7 +63,7 @@ class Counters:
         self.paused_unix = 0.0
 
     def goodput(self, now: float) -> float:
-        """Goodput by a run's counters: share of the time since it began that went into steps that count.
+        """The run's goodput: the share of the time since it began that went into steps that count.
 
         Args:
             now: Unix time.

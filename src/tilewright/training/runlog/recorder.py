@@ -70,8 +70,7 @@ def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -
 
 
 def scalars_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Scalars for the recorder's sinks: the finite numbers of a metrics row, nested ones under `outer/inner`; `step`
-    left out.
+    """Finite numbers of a metrics row for the recorder's sinks, nested ones under `outer/inner`; `step` is left out.
 
     Example:
         >>> scalars_of({"step": 3, "loss": 2.5, "skipped": None, "eval": {"code": {"ppl": 9.0}}})
@@ -169,7 +168,7 @@ class MetricsLogger:
             self._show(row, counters)
 
     def evaluation(self, step: int, tables: Mapping[str, Mapping[str, DomainLoss]], seconds: float) -> None:
-        """The recorder's report of an evaluation: a row, an event and a line on the screen.
+        """Record an evaluation: a row, an event and a line on the screen.
 
         Args:
             step: done.
@@ -192,7 +191,7 @@ class MetricsLogger:
             sink.log(step, scalars_of(row))
 
     def sample(self, step: int, sample: TextSample) -> None:
-        """The recorder's report of a sample: a row of samples.jsonl, and the text on the screen."""
+        """Record a sample: a row of samples.jsonl, and the text on the screen."""
         self.log.sample(step, sample.domain, sample.prompt, sample.text, sample.reference)
         self._progress.note(
             f"sample, {sample.domain}, [prompt] and what the model writes:\n[{sample.prompt}]{sample.text}\n"

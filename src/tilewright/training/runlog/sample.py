@@ -92,9 +92,8 @@ def write_samples(
 
 
 def _continuation(tokenizer: Tokenizer, prompt: torch.Tensor, ids: torch.Tensor) -> tuple[str, str]:
-    """Continuation in a sample: text of a prompt and of what follows it, cut out of the text of both: decoded alone,
-    what follows would lose its first space with tokenizers that write none at the start of a text, and a character that
-    is cut in two."""
+    """Decode a sample's prompt and the text that follows it, cut from the text of both. Decoded alone, the second part
+    would lose its first space with some tokenizers, and a character that is cut in two."""
     alone = tokenizer.decode(prompt.tolist())
     whole = tokenizer.decode([*prompt.tolist(), *ids.tolist()])
     differs = (at for at, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b)
@@ -103,7 +102,7 @@ def _continuation(tokenizer: Tokenizer, prompt: torch.Tensor, ids: torch.Tensor)
 
 
 def _beginnings(batches: Sequence[Batch], bos_id: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Beginnings of samples: prompt and reference of `count` conversations; of texts one prompt, without a
+    """Take the beginnings of samples: prompt and reference of `count` conversations; one prompt of a text, without a
     reference."""
     rows = [row for batch in batches for row in zip(*_columns(batch), strict=True)]
     if found := list(islice(_conversations(rows), count)):
@@ -113,8 +112,8 @@ def _beginnings(batches: Sequence[Batch], bos_id: int, count: int) -> list[tuple
 
 
 def _conversations(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Conversations for samples: parts before the first answer, and the answer, of all that do not begin with trained
-    text."""
+    """Divide conversations for samples into the part before the first answer, and the answer. Rows that begin with
+    trained text are left out."""
     for ids, segments, labels in rows:
         for segment in segments.unique():
             here = (segments == segment) & (segment >= 0)
@@ -129,8 +128,8 @@ def _conversations(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[t
 
 
 def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Columns of rows for samples: token ids, the number of the document that each belongs to (one per row where that
-    is not known), and labels."""
+    """The columns of rows for samples: token ids, the number of each token's document (one per row if not known), and
+    labels."""
     ids, labels = batch["input_ids"], batch["labels"]
     segments = batch.get("segments", torch.zeros_like(ids))
     if ids.dim() == 3:  # of a pair the chosen one

@@ -68,8 +68,7 @@ class SettingChange:
 
 
 def recipe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Changes of a recipe since it was stopped by a signal: settings that differ between two, each given as
-    {section.field: value}.
+    """List settings that differ between two recipes of a stopped run, each as {section.field: value}.
 
     Example:
         >>> [str(c) for c in recipe_changes({"optim.lr": 0.1}, {"optim.lr": 0.2})]

@@ -33,7 +33,7 @@ class TrainProgress:
 
 
 class PlainProgress(TrainProgress):
-    """Every line stays: for files, pipes and grep.
+    """Progress as lines that all stay on the screen: for files, pipes and grep.
 
     Args:
         pulse: told what goes on, and that something was said.
@@ -92,7 +92,7 @@ def _is_live() -> bool:
 def step_line(
     row: Mapping[str, Any], *, steps: int, memory_limit: int, num_skips: int, seconds_left: float | None, scaled: bool
 ) -> str:
-    """A progress line: one metrics row as text.
+    """Write one metrics row as a line of progress.
 
     Args:
         row: a training row of metrics.jsonl, before it was written (numbers may be NaN).

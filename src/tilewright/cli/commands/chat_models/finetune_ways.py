@@ -73,7 +73,7 @@ class Way:
 
     @property
     def state(self) -> State:
-        """State of a way to fine-tune: true where it fits."""
+        """The state of a way to fine-tune: that of its plan, or "not known" without one."""
         return "not known" if self.plan is None else self.plan.state
 
 
@@ -118,9 +118,9 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest) -> 
 
 
 def _best(way: Way, planning: "_Planning") -> Way:
-    """Best of the ways to fine-tune: the fastest of what a table may offer: the recipe as `train` plans it, with
-    settings that are faster, and where it does not fit as it stands with optimizer states and clipping that take less,
-    if the user has not set these. What changes what is learned has to gain as much over the fastest without.
+    """Choose the fastest way to fine-tune for a row of the table. It is the recipe as `train` plans it with faster
+    settings; where that does not fit, optimizer states and clipping may take less memory, if the user has not set
+    these. A setting that changes what is learned must gain as much again over the fastest without it.
 
     Args:
         way: as `train` plans it.
@@ -212,7 +212,7 @@ class _Planning:
         return Way(how, loaded, "", found, changes, words(found.memory_plan))
 
     def _why_no_model(self, recipe: Recipe, vocab_size: int | None) -> CheckpointError | None:
-        """Why ways to fine-tune have no model: the error of an architecture, or a configuration, that cannot be built.
+        """Explain why a fine-tune has no model: the error of an architecture or a configuration that cannot be built.
 
         Raises:
             ConfigError: rows of the data would not fit the model.
@@ -262,7 +262,7 @@ def lacking(loaded: Loaded) -> list[str]:
 
 
 def reason(error: TilewrightError) -> str:
-    """Reason why a way to fine-tune is none: the fault, in a line of bounded length."""
+    """Shorten an error to one line of bounded length: the reason why a way to fine-tune is not possible."""
     problem = error.problems[0]
     return textwrap.shorten(
         f"{problem.what}: {problem.got}" if problem.got else problem.what, _LONGEST, placeholder=" ..."

@@ -25,8 +25,8 @@ _CONFIG = "config.json"
 
 
 def named_model(text: str) -> str | None:
-    """The model of a plan: the folder or the hub's name of a model; None where a text means a recipe, which comes
-    first.
+    """Find the folder or hub name of the model that a plan is asked for; None where the text means a recipe, which
+    comes first.
 
     Raises:
         ConfigError: a configuration that is not there.
@@ -146,7 +146,7 @@ def _of_budget(plan: "Plan") -> str:
 
 
 def _below(way: "Way") -> list[str]:
-    """Below a row of the plan of a model: remarks: changes by the plan, why it is not known, changes that it would
+    """Remarks under a row of a model's plan: changes made by the plan, why it is not known, changes that it would
     need."""
     lines = []
     if way.changes or way.layers:
@@ -221,7 +221,7 @@ def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
 
 
 def _remedies(found: "Sequence[Way]") -> str:
-    """Remedies in the plan of a model: settings that make ways fit, as they are typed."""
+    """Settings that make ways of a model's plan fit, as the user types them."""
     from tilewright.planner.advice.changes import words
 
     typed = dict.fromkeys(words(way.remedy.settings) for way in found if way.remedy is not None)

@@ -100,14 +100,14 @@ def _is_set(loaded: Loaded, name: str) -> bool:
 
 
 def _run_name(model: str, how: str) -> str:
-    """Run's name in the recipe of a fine-tune: a name of a folder."""
+    """Make the run's folder name for a fine-tune."""
     stem = Path(split_name(model)[0]).expanduser().resolve().name if model else "model"
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{how}"
 
 
 def _sources(data: Sequence[str]) -> list[str]:
-    """Sources in the recipe of a fine-tune: settings that name the data; domains are named as the files are, counted
-    where two have one name."""
+    """Settings that name the data of a fine-tune. Domains are named like their files, and numbered where two files have
+    one name."""
     if len(data) < 2:
         return [f"--data.source={path}" for path in data]
     named: dict[str, str] = {}

@@ -17,8 +17,8 @@ MOST_TIMES = 64
 
 
 def fitting(finder_of: FinderOf, world: int, options: Mapping[str, Any]) -> list[str]:
-    """Mesh that fits: options to type instead: more memory of each rank, the fewest doublings of ranks, the smallest
-    larger GPU. Those of the three that help; empty: none does.
+    """Find options with which a mesh fits: more memory per rank, the fewest doublings of ranks, or the smallest larger
+    GPU. Returns those of the three that help; empty if none does.
 
     Args:
         finder_of: makes the search.

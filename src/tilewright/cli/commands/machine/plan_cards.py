@@ -50,7 +50,7 @@ class CardPlan:
 
 
 def names_of(on: str, by: str, options: Mapping[str, Any]) -> list[str]:
-    """Names of cards: the GPUs that a recipe is to be ranked on; none where one plan is asked for.
+    """Names of the GPUs that a recipe is to be ranked on; none if one plan is asked for.
 
     Args:
         on: of `--on`, names with commas between them.

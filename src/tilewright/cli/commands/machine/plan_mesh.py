@@ -161,7 +161,7 @@ def _finder(
 
 
 def _other(world: int, options: Mapping[str, Any], typed: Sequence[str], tables: "Tables") -> "dict[str, str]":
-    """The other mesh beside the plan: the best of another recipe, in numbers."""
+    """The numbers of another recipe's best mesh, shown beside the plan."""
     from tilewright.core.config.load import load_recipe
     from tilewright.planner.simulate.mesh import search_answer
 
@@ -203,7 +203,7 @@ def _show(
 
 
 def _energy(loaded: "Loaded", best: "MeshStep", world: int, on: str) -> "PlannedEnergy":
-    """Energy in a mesh's plan: of all steps in the best mesh."""
+    """Estimate the energy of all steps in the best mesh."""
     from tilewright.planner.advice.energy import PlannedEnergy
     from tilewright.planner.machine.gpu_specs import find_published
     from tilewright.training.planning.minutes import expected_steps

@@ -226,8 +226,8 @@ def tiny(recipe: Recipe, sizes: MeshSizes) -> Recipe:
 
 
 def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], limits: ParityLimits) -> list[Gap]:
-    """Gaps in parity: the differences, the worst of its tolerance first. Gradients of experts are compared one by one
-    and together.
+    """List the differences of the parity check, the largest relative to its tolerance first. Gradients of experts are
+    compared one by one and together.
 
     Args:
         one: tensors of one process, under `loss/...`, `gradient/...` and `weight/...`; `routing/...` is 0.
@@ -253,8 +253,8 @@ def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], limits: ParityLimits)
 
 
 def _difference(one: Any, ranks: Any) -> tuple[float, float]:
-    """Difference in parity: norm of one, infinite where one is missing or not a number, and of the tensor on one
-    process."""
+    """The norm of a tensor's difference between ranks and one process (infinite if it is missing or not a number), and
+    the norm of the tensor on one process."""
     import numpy as np
 
     if one is None or ranks is None or one.shape != ranks.shape:
@@ -267,7 +267,7 @@ def _difference(one: Any, ranks: Any) -> tuple[float, float]:
 
 
 def routing_of(seen: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, Any]:
-    """Routing in the parity check: share of choices that ranks would have made otherwise, by router.
+    """The share of expert choices that the ranks of the parity check would have made otherwise, by router.
 
     Args:
         seen: on each rank by router: choices that would have been others, and choices.

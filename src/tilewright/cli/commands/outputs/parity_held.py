@@ -67,8 +67,8 @@ class HeldChoices:
             self._hold_foreign(name, modules[name])
 
     def shares(self) -> dict[str, tuple[int, int]]:
-        """Shares of choices held in the parity check: for each router those that this side would have made otherwise,
-        and all choices."""
+        """Count, by router, the choices that this side of the parity check would have made otherwise, and all
+        choices."""
         return {name: (self._changed[name], made) for name, made in self._made.items()}
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:

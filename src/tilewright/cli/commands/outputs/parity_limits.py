@@ -44,8 +44,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """Limits of a comparison's differences: of tensors relative to the norm on one process, of routers as a share of
-    choices."""
+    """Largest differences that a parity check accepts: of tensors relative to their norm on one process, of routers as
+    a share of choices."""
 
     loss: float
     gradient: float
@@ -120,8 +120,8 @@ def in_stacks(name: str) -> str:
 
 
 def sum_tolerance(rounding: float, ranks: int) -> float:
-    """Parity limit of sums: how far one may be off, relative to its norm, where each rank's summand is rounded and the
-    sum once more.
+    """The largest accepted difference of a sum relative to its norm, when each rank's summand is rounded and then the
+    sum is.
 
     Summands of equal norm that have nothing to do with each other have a sum of sqrt(ranks) times their norm, and all
     errors add up to ranks times the rounding of one at the most.

@@ -23,7 +23,7 @@ class KeptTensors(ConsumerSession):
         raise NotImplementedError
 
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
-        """Logits by kept tensors: the row's first half at once, then, after it, all but the last token, then the last
+        """Compute a row's logits with kept tensors: the first half at once, then all but the last token, then the last
         alone."""
         ids_1S = np.ascontiguousarray(ids_S, dtype=np.int64)[None]
         if not self.empty:
@@ -37,15 +37,15 @@ class KeptTensors(ConsumerSession):
         return np.concatenate(found)[positions_P]
 
     def prefill_s(self, ids_S: np.ndarray) -> float:
-        """Seconds of a prefill in a graph with kept tensors: one call with nothing kept."""
+        """Time a prefill of a graph with kept tensors, in seconds: one call with nothing kept."""
         ids_1S = np.ascontiguousarray(ids_S, dtype=np.int64)[None]
         started = time.perf_counter()
         self.run(ids_1S, self.empty)
         return time.perf_counter() - started
 
     def cached_token_s(self, ids_S: np.ndarray) -> float | None:
-        """Seconds of a cached token in a graph with kept tensors: one call for the last token, after the others are
-        kept."""
+        """Time a cached token of a graph with kept tensors, in seconds: one call for the last token, after the others
+        are kept."""
         if not self.empty or len(ids_S) > CACHED_AT + 1:
             return None
         ids_1S = np.ascontiguousarray(ids_S, dtype=np.int64)[None]

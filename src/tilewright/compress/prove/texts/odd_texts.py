@@ -93,7 +93,7 @@ _KINDS: Sequence[Sequence[str]] = (
 
 
 def odd_texts(count: int = NUM_TEXTS) -> list[str]:
-    """Odd texts: distinct ones on which tokenizers differ, the same on every machine: each piece once alone, then
+    """Make distinct odd texts on which tokenizers differ, the same on every machine: each piece once alone, then
     mixtures.
 
     Example:

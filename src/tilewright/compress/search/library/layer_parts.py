@@ -64,7 +64,7 @@ def config_of(config: DecoderConfig, layer: int, shape: LayerShape) -> DecoderCo
 
 
 def new_part(config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels) -> Block:
-    """A new part of a layer: a block on the host whose values are not set, in evaluation mode."""
+    """Make a new part of a layer: a block on the host, its values not yet set, in evaluation mode."""
     with shapes_only():
         made = Block(config_of(config, layer, shape), layer, kernels)
     return made.to_empty(device="cpu").eval()

@@ -29,7 +29,7 @@ def score_choices(
     done: Callable[[str], bool],
     report: Callable[[str, RowLosses | None], None],
 ) -> None:
-    """Score the replacements that are not scored yet: losses of each choice other than the run's own part.
+    """Score the replacements that have no score yet: losses of each choice other than the run's own part.
 
     Args:
         model: the run's decoder, left as it was.

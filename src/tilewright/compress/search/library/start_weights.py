@@ -67,8 +67,8 @@ def start(made: Block, choice: PartChoice, own: Block, data: PartData, seed: int
 
 
 def _copy(made: Block, own: Block, seed: int) -> None:
-    """Start weights copied: all as it is, but keys and values: where there are fewer, the means of heads side by side
-    (Ainslie et al., "GQA", 2023, section 2.1), and where there are more, each several times."""
+    """Copy start weights from the run's part, keys and values excepted: fewer heads are means of neighbours (Ainslie et
+    al., "GQA", 2023, section 2.1), and more heads are copies."""
     before = own.state_dict()
     for name, target in made.state_dict().items():
         if name in before:
@@ -91,7 +91,8 @@ def _heads(weight: Tensor, rows: int, made: Block) -> Tensor:
 
 
 def _cut(made: Block, number: int, own: Block, data: PartData) -> None:
-    """Start weights of a cut part: the units whose values, times the weights that read them, are largest."""
+    """Make the start weights of a cut part: keep the units whose values, times the weights that read them, are
+    largest."""
     units = _units(made, own, number)
     kept_U = _importance(own, units, data).argsort(descending=True, stable=True)[:number].sort().values
     before = own.state_dict()
@@ -136,7 +137,7 @@ def fit_last(made: Block, data: PartData) -> None:
 
 
 def last_layer(part: Block) -> nn.Linear:
-    """The last layer of a part to start: the one that adds to the stream."""
+    """The last layer of a part, which adds to the stream."""
     return part.self_attn.o_proj if part.has_attention else part.mlp.down_proj  # type: ignore[return-value]
 
 

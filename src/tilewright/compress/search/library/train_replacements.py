@@ -58,7 +58,7 @@ class TrainedPart:
 
 
 def key_of(place: PartPlace, choice: PartChoice) -> str:
-    """Key of a trained replacement: its name in records, and of its file."""
+    """The key of a trained replacement: its name in records and of its file."""
     return f"{place}.{choice.name}"
 
 
@@ -154,7 +154,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _squares(part: Block | None, data: PartData) -> tuple[Tensor, Tensor]:
-    """Sums of squares in a replacement's training: of the difference to the run's part, and of what that adds."""
+    """Sum the squares of a replacement's difference to the run's part, and of what that part adds to the stream."""
     parts = [
         ((run_part(part, x, context) - out).square().sum(), (out - x).square().sum())
         for x, out, context in zip(data.inputs, data.outputs, data.contexts, strict=True)

@@ -19,7 +19,7 @@ _OF_FFN = ("ffn_dim", "expert_dim", "shared_dim")
 
 
 def shape_key(config: DecoderConfig, place: PartPlace, shape: LayerShape) -> str:
-    """Key of the latency table for costs: the common shape of parts that are timed together.
+    """The key of a part's shape in the latency table: parts of one key are timed together.
 
     Example:
         >>> config = DecoderConfig.of(vocab_size=100, dim=64, num_heads=4, num_layers=2)
@@ -66,7 +66,7 @@ def costs_of(
 
 
 def measured_costs(model: Any, latency: Latency, cache: int, context: int) -> Costs:
-    """Running costs of choices in a whole decoder: latency and cache as measured, the rest as counted."""
+    """The running costs of choices in a whole decoder: latency and cache as measured, the rest as counted."""
     return {
         "token": latency.token.least,
         "prefill": latency.prefill.least,

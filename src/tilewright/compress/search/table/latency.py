@@ -47,7 +47,7 @@ class Latency:
         return cls(Seconds(**row["prefill"]), Seconds(**row["token"]))
 
     def beside(self, later: "Latency") -> "Latency":
-        """The latency of both measurements of one thing: see `Seconds.beside`."""
+        """Combine two latency measurements of one thing: see `Seconds.beside`."""
         return Latency(self.prefill.beside(later.prefill), self.token.beside(later.token))
 
     @property

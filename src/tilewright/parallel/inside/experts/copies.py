@@ -42,8 +42,7 @@ def sum_of_copies(model: nn.Module) -> None:
 
 
 def _with_copies(model: nn.Module) -> list[tuple[dict[int, nn.Module], ExpertExchange]]:
-    """Experts with copies: of each layer in which ranks hold more experts than there are, those of this rank, and their
-    exchange."""
+    """Find the layers in which ranks hold copies of experts: this rank's experts of each, and their exchange."""
     exchanges = ((layer, layer.exchange) for layer in mixtures(model))
     return [
         (dict(zip(exchange.held, layer.experts, strict=True)), exchange)

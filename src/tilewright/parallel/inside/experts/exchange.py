@@ -44,7 +44,8 @@ from tilewright.parallel.world import Group
 
 @dataclass(frozen=True)
 class SentRows:
-    """Rows under way: how many went to and came from each rank, and the order by expert of those that came."""
+    """Rows that are sent to experts: how many go to and come from each rank, and the order by expert of those that
+    come."""
 
     sends: list[int]
     gets: list[int]
@@ -103,7 +104,7 @@ class ExpertExchange:
         return by_rank(self.order, self.group.size)
 
     def __call__(self, rows_PD: Tensor, counts_E: Tensor, run: RunExperts, keys_P: Tensor | None = None) -> Tensor:
-        """Exchange rows of tokens with the ranks of their experts: the output, row by row.
+        """Exchange rows of tokens with the ranks of their experts; returns the experts' output, row by row.
 
         Args:
             rows_PD: [P, D] rows sorted by expert.
@@ -121,8 +122,8 @@ class ExpertExchange:
     def there(
         self, rows_PD: Tensor, counts_E: Tensor, keys_P: Tensor | None = None
     ) -> tuple[Tensor, list[int], "SentRows"]:
-        """First half of the experts' exchange: rows that have come for this rank's experts, sorted by expert, how many
-        each has, and what takes their results back.
+        """Send rows to the ranks of their experts, the first half of the exchange. Returns the rows that came for this
+        rank's experts, sorted by expert, how many each has, and what takes their results back.
 
         Args:
             rows_PD: [P, D] rows sorted by expert.
@@ -150,9 +151,9 @@ class ExpertExchange:
         return permuted(arrived_PD, order, inverse), own, SentRows(sends, gets, order, inverse, placed, keys_P)
 
     def _by_holder(self, counts_E: Tensor, num_rows: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Rows of an experts' exchange by holder: how many go to each expert that a rank holds [S], and the order of
-        rows by these, and back. The rows of an expert are cut into as many equal runs as it has copies; which rank's
-        copy gets the first one differs from rank to rank, so that no copy gets what is left over of all."""
+        """Order rows by the experts that a rank holds: how many go to each [S], the order, and its inverse. The rows of
+        an expert are cut into as many equal runs as it has copies; which rank's copy gets the first run differs from
+        rank to rank, so that no copy gets the remainder of all."""
         holds, number, copies = torch.tensor(self._copies, device=counts_E.device).unbind(1)
         begins_S = counts_E[holds] * number // copies
         counts_S = counts_E[holds] * (number + 1) // copies - begins_S
@@ -164,8 +165,8 @@ class ExpertExchange:
 
     @cached_property
     def _copies(self) -> list[tuple[int, int, int]]:
-        """Copies of experts in the exchange: of each expert that a rank holds its number, which of its copies it is,
-        and how many there are."""
+        """List the experts that a rank holds by number, which copy of the expert each is, and how many copies there
+        are."""
         copies, seen = Counter(self.order), Counter[int]()
         found = []
         for expert in self.order:
@@ -174,7 +175,7 @@ class ExpertExchange:
         return found
 
     def back(self, outs_PD: Tensor, way: "SentRows") -> Tensor:
-        """Second half of the experts' exchange: results [P, D] in the order of the rows that were sent.
+        """Send the experts' results [P, D] back in the order of the rows, the second half of the exchange.
 
         Args:
             outs_PD: in the order of the rows that had come.
@@ -215,7 +216,7 @@ class ExpertExchange:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks: the first `sends[0]` to the first one, and so on. Backward sends gradients back."""
+    """Send rows to other ranks: the first `sends[0]` to the first one, and so on. Backward sends gradients back."""
 
     @staticmethod
     def forward(

@@ -30,8 +30,8 @@ def by_rank(order: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def usual(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
-    """The usual placement of experts before any rows are counted: that of the numbers, and copies of the first ones of
-    the next rank.
+    """Place experts on ranks before any rows are counted: in the order of their numbers, with copies of the next rank's
+    first ones.
 
     Args:
         num_experts: of a layer.
@@ -48,9 +48,9 @@ def usual(num_experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
 
 
 def balanced(load: Sequence[float], ranks: int, redundant: int = 0) -> tuple[int, ...]:
-    """A balanced placement of experts: an order in which ranks have about the same number of rows: the copies of an
-    expert go to ranks with most room, so that there are enough ranks for all copies, of these to those with the fewest
-    rows; then the other experts, the fullest first, each to the rank with the fewest rows that has room.
+    """Place experts so that ranks have about the same number of rows. First the copies of an expert go to the ranks
+    with most room (so that there are enough ranks for all copies), and among these to those with the fewest rows. Then
+    the other experts follow, the fullest first, each to the rank with the fewest rows that has room.
 
     Args:
         load: rows of each expert.
@@ -75,8 +75,8 @@ def balanced(load: Sequence[float], ranks: int, redundant: int = 0) -> tuple[int
 
 
 def _copies(load: Sequence[float], ranks: int, more: int) -> list[int]:
-    """Copies in a placement of experts: how many ranks hold each; one more, again and again, of the one whose copies
-    get most rows."""
+    """Count the ranks that hold each expert: one more copy, again and again, for the expert whose copies get most
+    rows."""
     copies = [1] * len(load)
     for _ in range(more):
         free = (expert for expert, number in enumerate(copies) if number < ranks)
@@ -113,16 +113,15 @@ class ExpertMove:
 
     @property
     def gain(self) -> float:
-        """Gain of another placement of experts: share of the fullest ranks' rows that it saves."""
+        """The share of the fullest ranks' rows that another placement of experts saves."""
         return 1 - self.after / self.before
 
 
 def worth(
     loads: Sequence[Sequence[float]], now: Orders, ranks: int, *, steps_left: int, step_s: float, move_s: float
 ) -> ExpertMove | None:
-    """A placement of experts that is worth it: balanced orders with as many copies, where they save enough rows, and
-    the steps that are left, if all of a step waited for these rows, more than twice what the move takes; None
-    otherwise.
+    """Return balanced placements of experts with as many copies if they are worth the move, else None. The steps that
+    are left must save more than twice what the move takes, as if all of a step waited for these rows.
 
     Args:
         loads: rows of each expert, by layer.

@@ -71,18 +71,18 @@ class TensorRanks:
     def spread(self, x: WithCopies) -> WithCopies: ...
 
     def spread(self, x: Tensor | WithCopies) -> Tensor | WithCopies:
-        """Tensor-parallel collective: x [...], the same on all ranks, for layers of which each rank has a part. Its
+        """Pass x [...], the same on all ranks, to layers of which each rank has a part; backward sums its gradient. Its
         8-bit copies stay as they are."""
         if isinstance(x, WithCopies):
             return x._replace(value=moved(x.value, _same, self._sum))
         return moved(x, _same, self._sum)
 
     def joined(self, x: Tensor) -> Tensor:
-        """Collective of tensor-parallel ranks: the sum of x [...] over them, in its dtype."""
+        """Sum x [...] over the tensor-parallel ranks, in its dtype."""
         return moved(x, self._sum, _same)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Tensor-parallel all-gather: x [..., M] of each rank, in the order of ranks: [..., M * ranks]."""
+        """Gather x [..., M] of each tensor-parallel rank, in the order of ranks: [..., M * ranks]."""
         columns = x.shape[-1]
         return moved(x, self._columns, lambda grad: grad.narrow(-1, self.rank * columns, columns))
 
@@ -108,11 +108,11 @@ class TensorRanks:
         return moved(x_nD, functools.partial(self._all, num_rows=num_rows), self._own)
 
     def most(self, x: Tensor) -> Tensor:
-        """Collective of tensor-parallel ranks: the largest value over them, without a gradient."""
+        """The largest value over the tensor-parallel ranks, without a gradient."""
         return self._reduced(x, dist.ReduceOp.MAX)
 
     def total(self, x: Tensor) -> Tensor:
-        """Collective of tensor-parallel ranks: the sum over them, without a gradient."""
+        """The sum over the tensor-parallel ranks, without a gradient."""
         return self._sum(x)
 
     def stacked(self, x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def moved(x: Tensor, there: Move, back: Move) -> Tensor:
-    """A tensor-parallel collective with its gradient: a linear map of x, and its adjoint."""
+    """Apply a linear collective to x, and its adjoint to the gradient."""
     return _Moved.apply(x, there, back)
 
 

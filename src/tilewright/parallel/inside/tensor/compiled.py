@@ -44,7 +44,7 @@ def _compile_forward(module: nn.Module) -> None:
 
 @functools.cache
 def _with_compiled_forward(plain: type[nn.Module]) -> type[nn.Module]:
-    """A compiled forward for cut layers: modules of one class share the graph."""
+    """Compile the forward of cut layers: modules of one class share the graph."""
     compiled = torch.compile(plain.forward, options=layer_options(), **graph_limit())
 
     def forward(self: nn.Module, x: Tensor | WithCopies, *args: Any) -> Tensor:

@@ -108,8 +108,8 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
 def _each_some_tokens(
     ranks: TensorRanks, run: RunTokens, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor
 ) -> Tensor:
-    """Routed experts of a cut decoder are not cut: each rank sends some of the tokens through them, and all get what
-    comes out."""
+    """Send a share of the tokens of each rank through the routed experts, which a cut decoder keeps whole, and give all
+    ranks the output."""
     rows = ranks.rows_of(len(x_ND))
     token_n = torch.arange(rows.start, rows.stop, device=x_ND.device)
     out_nD = run(ranks.own_rows(x_ND), ranks.own_rows(weights_NK), experts_NK[rows.start : rows.stop], token_n)

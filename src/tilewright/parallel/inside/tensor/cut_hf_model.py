@@ -176,7 +176,7 @@ def _by_kind(name: str) -> str:
 
 
 def _outputs(module: nn.Module, cut: _Cut) -> None:
-    """Cut a Hugging Face module's outputs: each rank has some of them, of an input that all have."""
+    """Cut a Hugging Face module by its outputs: all ranks have the input, and each computes some outputs."""
     cut.keep(module, {"weight": 0, "bias": 0})
     _before(module, cut.spread(module))
 
@@ -192,7 +192,7 @@ def _outputs_joined(module: nn.Module, cut: _Cut) -> None:
 
 
 def _inputs(module: nn.Module, cut: _Cut) -> None:
-    """Cut a Hugging Face module's inputs: what ranks make of theirs is added up; the bias once."""
+    """Cut a Hugging Face module by its inputs: the ranks' results are summed, and the bias is added once."""
     cut.keep(module, {"weight": 1}, hidden=("bias",))
 
     def joined(out: Tensor) -> Tensor:
@@ -216,13 +216,13 @@ def _rows(module: nn.Module, cut: _Cut) -> None:
 
 
 def _partial(module: nn.Module, cut: _Cut) -> None:
-    """Partial gradients in a cut Hugging Face model: each rank's heads alone give its parameters one: summed once per
-    step, see `sequence_slices.sum_of_slices`."""
+    """Mark parameters of a Hugging Face model whose gradient on a rank comes from that rank's heads alone. It is summed
+    once per step, see `sequence_slices.sum_of_slices`."""
     mark_partial(module, cut.ranks, [name for name, _ in module.named_parameters()])
 
 
 def _latent(module: nn.Module, cut: _Cut) -> None:
-    """Latent attention in a cut Hugging Face model: the last columns are a key that all heads share."""
+    """Cut latent attention of a Hugging Face model; its last columns are a key that all heads share."""
     shared = cut.model.config.get_text_config().qk_rope_head_dim
 
     def behind(out: Tensor) -> Tensor:
@@ -341,8 +341,8 @@ def _behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _each_some_tokens(module: nn.Module, ranks: TensorRanks) -> None:
-    """Stacked experts of a Hugging Face model are not cut: each rank sends some of the tokens through them, and all get
-    what comes out."""
+    """Send a share of the tokens of each rank through stacked experts, which a cut Hugging Face model keeps whole, and
+    give all ranks the output."""
     calls: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

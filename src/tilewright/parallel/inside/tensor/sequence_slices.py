@@ -53,12 +53,12 @@ class SequenceSlices:
         return moved(x_BSD, self._own, functools.partial(self._whole, length=x_BSD.shape[1]))
 
     def leave(self, x_BsD: Tensor, length: int) -> Tensor:
-        """Sequence parallelism's end: the whole residual stream from slices of all ranks, whose gradient all have
-        too."""
+        """Gather the whole residual stream from the sequence slices of all ranks, where all ranks also have its
+        gradient."""
         return moved(x_BsD, functools.partial(self._whole, length=length), self._own)
 
     def read(self, x_BsD: Tensor, length: int) -> Tensor:
-        """Sequence parallelism: the whole stream from slices of all ranks, for layers of which each has a part, and so
+        """Gather the whole residual stream from sequence slices for layers of which each rank has a part, and so a part
         of the gradient."""
         return moved(x_BsD, functools.partial(self._whole, length=length), self._summed)
 
@@ -77,8 +77,8 @@ class SequenceSlices:
         return moved(x_ND, functools.partial(self._summed_tokens, shape=shape), self._every_token)
 
     def read_codes(self, x: WithCopies, length: int, readers: int, *, whole_gradient: bool) -> WithCopies:
-        """Slices as codes: the stream of all ranks as codes alone, from slices that are whole tiles (`tiles_of`): codes
-        travel, one byte per element forward, and one backward, where the weights' gradients read the other copy.
+        """Gather the residual stream of all ranks as codes alone, from slices that are whole tiles (`tiles_of`). One
+        byte per element is sent forward, and one backward, where the weights' gradients read the other copy.
 
         Args:
             x: of this rank's slice.
@@ -150,8 +150,7 @@ class SequenceSlices:
         return self.ranks.scattered(padded.view(rows, ranks, each, width).transpose(0, 1))
 
     def _codes(self, codes_nK: Tensor, rows: int, length: int) -> Tensor:
-        """Codes of slices: of each token, or of each tile of tokens, of this rank's -> of all, in the order of one
-        process."""
+        """Gather the codes of all ranks' tokens, or tiles of tokens, in the order of one process."""
         each = len(codes_nK) // rows
         tokens = length // self.ranks.size // each  # that share one
         return self._whole(codes_nK.view(rows, each, -1), length // tokens).flatten(0, 1)
@@ -197,8 +196,7 @@ def whole_rows(row: TiledTensor, whole: Callable[[Tensor], Tensor]) -> TiledTens
 
 
 def _no_numbers(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Sequence slices without numbers: NaN in the shape of values that no layer reads, without memory: their gradients
-    continue from there."""
+    """Make NaN without memory in the shape of values that no layer reads; their gradients pass through it."""
     return like.new_full((), float("nan")).expand(shape)
 
 
@@ -216,8 +214,8 @@ def sliced_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def mark_partial(module: nn.Module, ranks: TensorRanks, names: Sequence[str]) -> None:
-    """Mark partial parameters under sequence slices: all ranks have these of a module, and each a part of their
-    gradients.
+    """Mark parameters of a module that all ranks hold, and of whose gradients each rank computes a part from its
+    sequence slice.
 
     Args:
         module: of the parameters.
@@ -244,7 +242,7 @@ def partial_parameters(model: nn.Module) -> tuple[TensorRanks | None, list[nn.Pa
 
 @torch.no_grad()
 def sum_of_slices(model: nn.Module) -> None:
-    """Sum of slices: add up the gradients of `partial_parameters` over the ranks. Once per step, when they are summed
+    """Sum the gradients of `partial_parameters` over the ranks of sequence slices. Once per step, when they are summed
     over rows."""
     ranks, params = partial_parameters(model)
     grads = [local(param.grad) for param in params if param.grad is not None]

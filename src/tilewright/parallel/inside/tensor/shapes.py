@@ -9,7 +9,8 @@ from tilewright.parallel.world import Group
 
 
 class ShapeRanks(TensorRanks):
-    """Tensor-parallel ranks for shapes: the first of so many. What others would send has its shape, and no meaning."""
+    """Tensor-parallel ranks on which only shapes count: the first of so many. What others would send has its shape, and
+    no meaning."""
 
     @staticmethod
     def of_size(size: int) -> "ShapeRanks":

@@ -26,8 +26,8 @@ from tilewright.parallel.inside.tensor.collectives import TensorRanks
 
 
 def cut_embedding(table: nn.Embedding, ranks: TensorRanks) -> None:
-    """Embedding by vocabulary: let one whose rows are cut give the rows of all tokens. Where its weight stands in for
-    one that is elsewhere, nothing is exchanged: ranks ask for what comes of it each at its own time."""
+    """Make an embedding whose rows are cut by vocabulary return the rows of all tokens. If its weight stands in for one
+    that is elsewhere, nothing is exchanged: each rank reads the output at a time of its own."""
     rows = table.num_embeddings // ranks.size
     foreign: list[Tensor | None] = []
     """Where the tokens of the call that runs are other ranks'."""
@@ -60,7 +60,7 @@ class HeadPart:
 
     @staticmethod
     def of(head: nn.Linear, ranks: TensorRanks, on_part: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-        """Head by vocabulary: let one whose rows are cut give the logits and the loss of all classes."""
+        """Make a head whose rows are cut by vocabulary return the logits and the loss of all classes."""
         head.__dict__["part"] = HeadPart(head, ranks, on_part)  # no child of the module
         head.register_forward_pre_hook(lambda _, args: (ranks.spread(args[0]), *args[1:]))
 
@@ -80,16 +80,16 @@ class HeadPart:
             return kernels.linear_cross_entropy(x_ND, weight_VD, labels_N, queue_now(self.head), classes=classes)
 
     def whole_operands(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Operands of a head that is cut by vocabulary: see `models.base.output_head.whole_operands`. All ranks compute
-        with all of them, and have the same gradients."""
+        """Return the whole operands of a head that is cut by vocabulary: see `models.base.output_head.whole_operands`.
+        All ranks compute with them, and have the same gradients."""
         with self.on_part(self.head):
             x_ND, weight_VD = head_operands(self.head, x_ND)
             return x_ND, self.ranks.all_rows(weight_VD, weight_VD.shape[0] * self.ranks.size)
 
 
 def _join(lse_C: Tensor, logit_C: Tensor, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
-    """Join a vocabulary's parts: log-sum-exp [C] over the classes of all ranks, and the label's logit [C], zero where
-    it is another rank's."""
+    """Join the ranks' parts of a vocabulary: log-sum-exp [C] over all classes, and the label's logit [C], which is zero
+    where another rank has it."""
     most_C = ranks.most(lse_C)
     finite_C = torch.where(most_C.isfinite(), most_C, 0.0)  # infinities and NaN come through as they would alone
     both_2C = ranks.total(torch.stack([(lse_C - finite_C).exp(), logit_C]))

@@ -93,7 +93,7 @@ def choose(
     now: int = 0,
     gain: float = 0.05,
 ) -> Places:
-    """Choose how to assign documents: with the number of micro-batches that takes the least time.
+    """Assign documents with the number of micro-batches that takes the least time.
 
     Args:
         documents: of the step.
@@ -149,7 +149,7 @@ def assign(documents: WeighedDocuments, speeds: Sequence[float], count: int, max
 
 
 def in_order(microbatches: Sequence[T], costs: Sequence[float]) -> list[T]:
-    """Assigned micro-batches in order: the cheapest ones first and last, the most expensive ones in the middle.
+    """Order micro-batches: the cheapest ones first and last, the most expensive ones in the middle.
 
     Example:
         >>> in_order("abcde", [5.0, 1.0, 4.0, 2.0, 3.0])

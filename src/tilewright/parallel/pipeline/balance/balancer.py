@@ -36,7 +36,7 @@ class Balanced:
     """Micro-batches of a step that are kept where little is to be had by another number; 0: none."""
 
     def __call__(self, lengths_N: np.ndarray, room: Room) -> Assignment:
-        """Balance documents: their indices by data rank and micro-batch.
+        """Balance documents over ranks by cost; returns their indices by data rank and micro-batch.
 
         Args:
             lengths_N: tokens of each document, in stream order.
@@ -48,7 +48,7 @@ class Balanced:
         return as_arrays(choose(documents, self.speeds, room, self.row, each_s=each_s, now=self.count))
 
     def costs(self, lengths_N: np.ndarray) -> np.ndarray:
-        """The balancer's costs: seconds of each document in the whole model, FP64 [N]."""
+        """Predict the seconds of each document in the whole model, FP64 [N]."""
         layers = dict(self.layers)
         one = self.model.document(layers, 1, first=True, last=True)
         per_pair = sum(

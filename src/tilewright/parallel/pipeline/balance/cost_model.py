@@ -31,7 +31,7 @@ class StageWork:
     """It has the head and the loss."""
 
     def features(self, kinds: Sequence[str]) -> list[float]:
-        """The cost of a stage's work: factor of each coefficient of a `CostModel` of these kinds."""
+        """The factor of each coefficient of a `CostModel` in the cost of a stage's work."""
         of_layers = [float(self.layers.get(kind, 0) * times) for kind in kinds for times in (self.tokens, self.pairs)]
         return [*of_layers, float(self.first * self.tokens), float(self.last * self.tokens), 1.0]
 

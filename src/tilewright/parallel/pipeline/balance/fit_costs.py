@@ -105,7 +105,7 @@ class CostFit:
         return self._products + (x.T * relative) @ x, self._sums + x.T @ (relative * y)
 
     def _solved(self, products: np.ndarray, sums: np.ndarray) -> np.ndarray:
-        """Solve the fit: coefficients, with a pull to the prior in the unit of what was measured."""
+        """Solve the fit for its coefficients, which the prior attracts, in the unit of what was measured."""
         begin = np.array(self.prior.coefficients)
         size = float(begin @ products @ begin)
         begin = begin * (float(begin @ sums) / size if size > 0 else 0.0)
@@ -128,7 +128,7 @@ class CostFit:
 
 
 def _not_negative(products: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """Fit without negative numbers: the x >= 0 of least x' A x / 2 - b' x: fast non-negative least squares."""
+    """Find the x >= 0 of least x' A x / 2 - b' x, by fast non-negative least squares."""
     x, free = np.zeros(len(sums)), np.zeros(len(sums), dtype=bool)
     for _ in range(3 * len(sums)):
         slope = sums - products @ x

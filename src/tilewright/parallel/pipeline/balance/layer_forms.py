@@ -36,7 +36,7 @@ class LayerForm(NamedTuple):
 
 
 def kinds_of(forms: Iterable[LayerForm]) -> list[str]:
-    """The kind of each layer: the word of its form, with a number behind it from the second form of that word on.
+    """Name the kind of each layer: the word of its form, numbered from the second form of that word on.
 
     Args:
         forms: of the layers of a model, in their order.

@@ -65,7 +65,8 @@ class MeasuredStep:
         return [[one.passes for one in sorted(row, key=lambda one: one.row_rank)] for row in found.values()]
 
     def idle(self) -> IdleTime:
-        """Idle time of a measured step: how much of the ranks' time was in no pass, and why."""
+        """Divide the idle time of a measured step by cause: the share of the ranks' time that was in no pass, and
+        why."""
         return idle_time(self.rows)
 
     def stage_seconds(self, stages: Mapping[int, StageKind]) -> list[StageSeconds]:
@@ -85,7 +86,7 @@ class MeasuredStep:
         ]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """A measured step as JSON: ranks, each pass as a list of its fields."""
+        """Write a measured step as JSON: ranks, each pass as a list of its fields."""
         return [
             {
                 "data_rank": rank.data_rank,

@@ -55,7 +55,7 @@ def busy_s(row: Row) -> float:
 
 
 def span_s(row: Row) -> float:
-    """Span of a step to replay: seconds from the begin of the first pass to the end of the last one.
+    """Seconds of a replayed step from the begin of its first pass to the end of its last one.
 
     Example:
         >>> span_s([[Pass("forward", 0, 0, 1.0, 2.0)], [Pass("forward", 1, 0, 3.5, 1.0)]])
@@ -159,7 +159,7 @@ def beside_s(rows: Sequence[Row]) -> float:
 
 
 def _means(row: Row, *, by_stage: bool) -> Callable[[Pass], float]:
-    """Means for a replay: of the passes of a kind, of its stage or of all."""
+    """Mean seconds of the passes of a kind, by stage and over all stages, for a replay."""
 
     def key(one: Pass) -> tuple[str, int]:
         return one.action, one.stage if by_stage else 0

@@ -49,7 +49,7 @@ class SplitCosts:
 
     @cached_property
     def blocks(self) -> list[range]:
-        """Blocks of a split: stages that lie behind each other on one rank."""
+        """Blocks of a split: consecutive stages on one rank."""
         found, start = [], 0
         for _, of_rank in itertools.groupby(self.rank_of):
             found.append(range(start, start := start + len(list(of_rank))))
@@ -81,7 +81,7 @@ class SplitCosts:
 
 
 def best_split(costs: SplitCosts) -> tuple[int, ...]:
-    """The best split: layers per stage with the least time of the slowest rank.
+    """Find the layers per stage with the least time of the slowest rank.
 
     Args:
         costs: of layers and ranks; as many layers as stages at least, for which ranks have memory.
@@ -116,9 +116,8 @@ def _rows_cut_again(costs: SplitCosts, split: tuple[int, ...], rows: Sequence[ra
 
 
 def _moved(costs: SplitCosts, split: tuple[int, ...]) -> tuple[int, ...] | None:
-    """A resplit by one layer: the split with one layer fewer in a stage and one more in another, those between them
-    shifted, that is best of all such splits: by the slowest rank, then by how equal ranks are. None where none is
-    better."""
+    """Move one layer from a stage to another, shifting those between them, in the best of all ways: by the slowest
+    rank, then by how equal ranks are. None if no such split is better."""
     stages, ranks = len(split), len(costs.speeds)
     giver_MS, taker_MS, stage_MS = np.meshgrid(*3 * [np.arange(stages)], indexing="ij")
     shift_MS = 1 * ((taker_MS <= stage_MS) & (stage_MS < giver_MS)) - ((giver_MS <= stage_MS) & (stage_MS < taker_MS))
@@ -141,7 +140,7 @@ def _moved(costs: SplitCosts, split: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _dealt(costs: SplitCosts) -> tuple[int, ...]:
-    """A split dealt out: layers per stage as if all cost the same, a rank's as many in each of its stages."""
+    """Split layers over stages as if all cost the same, a rank's as many in each of its stages."""
     each, count = sum(costs.layers) / len(costs.layers), len(costs.layers)
     stages = [[stage for stage, of in enumerate(costs.rank_of) if of == rank] for rank in range(len(costs.speeds))]
     held = [len(of) for of in stages]
@@ -169,7 +168,7 @@ def _dealt(costs: SplitCosts) -> tuple[int, ...]:
 
 
 def _rows(costs: SplitCosts) -> Iterator[range]:
-    """Rows of a split: blocks that lie behind each other on different ranks, as many as there are from each one on."""
+    """Rows of consecutive blocks of a split on different ranks, as many as start at each block."""
     end = 0
     for start in range(len(costs.blocks)):
         ranks = [costs.rank_of[block[0]] for block in costs.blocks[start:]]
@@ -206,14 +205,14 @@ def _cut_again(costs: SplitCosts, split: tuple[int, ...], row: range) -> tuple[i
 
 
 def _evenly(count: int, parts: int) -> list[int]:
-    """A split that is even: as many in each, one more in the first ones."""
+    """Split layers evenly: as many in each stage, one more in the first ones."""
     least, more = divmod(count, parts)
     return [least + (part < more) for part in range(parts)]
 
 
 def common_split(rows: Sequence[SplitCosts], now: Sequence[int], *, by_speed: bool) -> tuple[int, ...]:
-    """A common split: layers per stage that all rows of ranks have: of the best ones for the speeds of each row, for
-    the slowest and the mean rank of each stage, and of what is there, the one with the least time of a step.
+    """Choose one split for all rows of ranks, with the least time of a step. The candidates are the best splits for the
+    speeds of each row, for the slowest and the mean rank of each stage, and the present split.
 
     Args:
         rows: the same layers, each with the speeds of a row.
@@ -258,8 +257,8 @@ class SplitMove:
 def worth(
     rows: Sequence[SplitCosts], now: Sequence[int], *, by_speed: bool, steps_left: int, step_s: float, move_s: float
 ) -> SplitMove | None:
-    """A resplit that is worth it: the better split where the steps that are left save more than twice what the move
-    takes; None otherwise.
+    """Return the better split if it is worth the move: the steps that are left save more than twice what the move
+    takes; else None.
 
     Args:
         rows, now, by_speed: see `common_split`.
