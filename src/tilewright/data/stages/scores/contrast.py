@@ -8,7 +8,7 @@ is text that repeats itself: rules on repetition do.
 
 A reference that is a sample of the corpus holds the noise that is looked for, above the clean text: of planted noise
 little would be found at a quantile of it. The threshold is then that of a normal distribution which has the median and
-the lower quartile of the sample (benchmarks/data/data_scores.py measures both).
+the lower quartile of the sample (benchmarks/results/data_scores_avx512.json has both).
 """
 
 from collections.abc import Mapping, Sequence
