@@ -237,8 +237,8 @@ def run_case(seed: int, folder: Path) -> str:
     """
     from tilewright.core.errors import DataError
     from tilewright.data.common.progress import ProgressBar
-    from tilewright.data.corpus.account import account_line
     from tilewright.data.corpus.read import collect
+    from tilewright.data.dataset.account import account_line
     from tilewright.data.prepare import prepare
     from tilewright.data.sources.user_files import user_source
 

@@ -19,8 +19,8 @@ from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import LONGEST_WORD, short_words, train_tokenizer
-from tilewright.data.corpus.account import LIMIT, account_line
 from tilewright.data.corpus.read import collect
+from tilewright.data.dataset.account import LIMIT, account_line
 from tilewright.data.prepare import prepare
 from tilewright.data.sources.documents import printable
 from tilewright.data.sources.user_files import user_source

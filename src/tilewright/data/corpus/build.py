@@ -23,10 +23,10 @@ from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tilewright.data.corpus.account import listed
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import add_validation
+from tilewright.data.dataset.account import listed
 from tilewright.data.dataset.compressors import compressor_bits
 from tilewright.data.sources.documents import Source
 from tilewright.data.stages.copies.minhash import near_copy_clusters

@@ -30,9 +30,9 @@ from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tilewright.data.corpus.account import PartRecord, listed
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
+from tilewright.data.dataset.account import PartRecord, listed
 from tilewright.data.dataset.open_built import built_at, built_format, read_dataset
 from tilewright.data.sources.documents import Source
 from tilewright.data.sources.path_purpose import Wanted

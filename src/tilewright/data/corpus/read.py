@@ -17,7 +17,7 @@ import xxhash
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import Record, Rejected, rejected
-from tilewright.data.corpus.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
+from tilewright.data.dataset.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
 from tilewright.data.sources.documents import Part, Source, cut
 from tilewright.data.sources.path_purpose import Wanted, better_format
 

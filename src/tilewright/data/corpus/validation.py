@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.corpus.account import Account
 from tilewright.data.corpus.read import Convert, Spool, collect
+from tilewright.data.dataset.account import Account
 from tilewright.data.sources.documents import Source
 
 

@@ -21,7 +21,7 @@ from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.batches.token_rows import IGNORE
 from tilewright.data.common.cache_entries import cached
 from tilewright.data.common.progress import ProgressBar, timed
-from tilewright.data.corpus.account import account_of_files, listed
+from tilewright.data.dataset.account import account_of_files, listed
 from tilewright.data.dataset.built_images import BuiltImages, ShardedPixels, built_images
 from tilewright.data.dataset.open_built import read_dataset
 from tilewright.data.sources.path_purpose import IMAGES

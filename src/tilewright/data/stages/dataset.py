@@ -20,7 +20,7 @@ import xxhash
 
 from tilewright.data.common.npy_writer import NpyWriter
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.data.corpus.account import TYPES, file_type, most_bytes
+from tilewright.data.dataset.account import TYPES, file_type, most_bytes
 from tilewright.data.dataset.compressors import compressor_bits
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_files import Listing

@@ -27,7 +27,7 @@ from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.ranked_bpe import tiktoken_version
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
-from tilewright.data.corpus.account import LIMIT, TOO_SMALL
+from tilewright.data.dataset.account import LIMIT, TOO_SMALL
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_settings import ChunkSection
 from tilewright.data.engine.declared_inputs import Every, NoEffect, Only, Same, StageInput, one_unit, per_shard

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from tilewright.core.config.recipe import DataSection, Recipe
 from tilewright.data.chat.chat_rows import PREFERENCES
-from tilewright.data.corpus.account import account_line
 from tilewright.data.corpus.chat import first_shape
+from tilewright.data.dataset.account import account_line
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.data.dataset.prepared_images import PreparedImages
 from tilewright.data.dataset.prepared_text import PreparedData

@@ -36,7 +36,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     """
     from tilewright.cli.app import check_one_process
     from tilewright.data.common.progress import ProgressBar
-    from tilewright.data.corpus.account import account_line
+    from tilewright.data.dataset.account import account_line
     from tilewright.data.engine.build_settings import load_data_toml
     from tilewright.data.engine.run import build_dataset
 

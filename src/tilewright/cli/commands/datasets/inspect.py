@@ -66,7 +66,7 @@ def inspect_data(
 
 
 def _overview(folder: Path, summary: dict[str, Any]) -> None:
-    from tilewright.data.corpus.account import account_line
+    from tilewright.data.dataset.account import account_line
     from tilewright.data.dataset.build_account import MODALITIES, NO_DOMAIN, reasons_of
 
     echo(account_line(summary))
