@@ -9,6 +9,6 @@ kept_rows    rows and cases that outlive a call
 run_command  `tilewright train` as a user starts it, and what its folder says
 loops        training loops that are compared: ours without a run around it, Hugging Face's
 
-A study whose question is answered leaves its result and a line of docs/log.md; `removed.toml` names the last commit
-that has its program.
+A study whose question is answered leaves its result, its rows (`rows/claims.toml`) and a line of docs/log.md;
+`removed.toml` names the last commit that has its program.
 """

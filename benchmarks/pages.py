@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import place
-from benchmarks.rows.claim_rows import GIB, Group, Result, Row, read, read_all
+from benchmarks.rows.claim_rows import GIB, REMOVED, Group, Result, Row, program_of, read, read_all
 from benchmarks.rows.claims import UNUSED, by_key, groups
-from benchmarks.rows.data_rows import copies_table
 from benchmarks.rows.headline_table import table as contest
 from benchmarks.rows.speed_rows import share_table
 from benchmarks.rows.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED
@@ -116,9 +115,9 @@ def page(found: Sequence[Group]) -> str:
         lines += ["", f"## {group.title}", "", *section(group)]
         lines += ["", *ladder(read_all("throughput_*"))] if group.title == "Speed" else []
         lines += ["", *contests()] if group.title == "Memory" else []
-        lines += ["", *copies_table()] if group.title == "Data builds" else []
+        lines += [line for table in group.tables for line in ("", *table.splitlines())]
     lines += ["", "## Results without a row", ""]
-    lines += [f"- {_link(name)}: {why}{_last(read(name))}." for name, why in UNUSED.items()]
+    lines += [f"- {_link(name)}: {why}{_last(read(name).program)}." for name, why in UNUSED.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -142,15 +141,15 @@ def section(group: Group) -> list[str]:
     lines += ["", "Commands and results:", ""]
     for result in results.values():
         command = COMMANDS.get(result.name, result.record["command"])
-        lines.append(f"- `{command}`: {_link(result.name)}, commit {result.record['commit']}{_last(result)}")
+        lines.append(f"- `{command}`: {_link(result.name)}, commit {result.record['commit']}{_last(result.program)}")
     if group.to_run:
-        lines.append(f"- `{group.to_run}`: the rows that were not run")
+        lines.append(f"- `{group.to_run}`: the rows that were not run{_last(program_of(group.to_run))}")
     return lines
 
 
-def _last(result: Result) -> str:
+def _last(program: str) -> str:
     """Where the program is, if it is not here."""
-    return f"; its program: commit {result.last_commit}" if result.last_commit else ""
+    return f"; its program: commit {REMOVED[program]}" if program in REMOVED else ""
 
 
 def _link(name: str) -> str:

@@ -37,12 +37,17 @@ class Result:
     @property
     def program(self) -> str:
         """That wrote it, as `runs.big_cpu`."""
-        return self.record["command"].split()[2].removeprefix("benchmarks.")
+        return program_of(self.record["command"])
 
-    @property
-    def last_commit(self) -> str | None:
-        """The last one that has the program; None where it is here."""
-        return REMOVED.get(self.program)
+
+def program_of(command: str) -> str:
+    """The program of a command.
+
+    Example:
+        >>> program_of("python -m benchmarks.runs.big_cpu --steps 5")
+        'runs.big_cpu'
+    """
+    return command.split()[2].removeprefix("benchmarks.")
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Group:
     to_run: str = ""
     """Command that measures the rows that were not run."""
     note: str = ""
+    tables: Sequence[str] = ()
+    """Of studies, below all others."""
 
 
 def read(name: str) -> Result:
@@ -155,22 +162,18 @@ class Claim:
         yield row(result, self.key.format(result=result.name), self.metric, self.target, value, self.text)
 
 
-def of(results: str, *measures: Measure, absent: Iterable[tuple[str, str, str]] = ()) -> Iterator[Row]:
+def of(results: str, *measures: Measure) -> Iterator[Row]:
     """Rows of a result file, or of those of all machines.
 
     Args:
         results: its name; a pattern such as `ops_*` names those of all machines.
         measures: claims, and functions of a result.
-        absent: (key, metric, target) of rows that say that nothing was run, where there is no such file.
     """
-    found = read_all(results)
-    for result in found:
+    for result in read_all(results):
         for measure in measures:
             yield from measure(result)
-    if not found:
-        yield from (not_run(*one) for one in absent)
 
 
-def not_run(key: str, metric: str, target: str, hardware: str = "CPU") -> Row:
+def not_run(key: str, metric: str, target: str) -> Row:
     """A claim that nothing has measured yet."""
-    return Row(key, metric, target, Verdict("-", NOT_RUN), None, hardware)
+    return Row(key, metric, target, Verdict("-", NOT_RUN), None, "CPU")

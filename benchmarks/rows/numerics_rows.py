@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 
-from benchmarks.rows.claim_rows import Claim, Result, Row, of, row
-from benchmarks.rows.verdict import MISS, NO_TARGET, PASS, UNDECIDED, Verdict, seeds
+from benchmarks.rows.claim_rows import Result, Row, of, row
+from benchmarks.rows.verdict import seeds
 
 MODES = (
     ("fp32", "FP32 against BF16", 0.5),
@@ -20,11 +20,7 @@ def rows() -> Iterator[Row]:
     """All of them."""
     yield from of("quality", _quality)
     yield from of("dpaa", _controller)
-    metric = "training time that the controller's samples take"
-    yield from of("dpaa_cost_*", Claim("{result}", metric, "at most 1 %", "share_of_time_percent", "{:.2f} %"))
-    yield from of("search_planted", _search)
     yield from of("search_predictions", _predictions)
-    yield from of("sync_loss", _sync)
 
 
 def _noise(losses: Sequence[float]) -> float:
@@ -55,36 +51,6 @@ def _controller(result: Result) -> Iterator[Row]:
     yield row(result, "calm", metric, "at least 95 %", min(shares), said=said)
 
 
-def _search(result: Result) -> Iterator[Row]:
-    base, every, ends, searched = (
-        result.results[name] for name in ("all BF16", "all FP8", "first and last block BF16", "searched")
-    )
-    noise = _noise(list(base["loss"].values()))
-    metric = "held-out loss of the searched policy where outliers hurt some layers"
-    for other, text in ((every, "all in FP8"), (ends, "first and last layer in BF16")):
-        gaps = [100 * (searched["loss"][seed] / other["loss"][seed] - 1) for seed in other["loss"]]
-        yield Row(f"search {text}", f"{metric}, against {text}", "lower", _below_zero(gaps, noise), result)
-    speed = searched["times_as_fast"] / ends["times_as_fast"]
-    metric = "speed of its linear layers against first and last layer in BF16"
-    yield row(result, "search speed", metric, "at least 1x", speed, "{:.2f}x (modelled, not timed)")
-    predicted, measured = searched["predicted_percent"], searched["mean_gap_percent"]
-    known = searched["standard_error_percent"] < abs(measured)
-    within = 0.5 <= measured / predicted <= 2
-    said = f"{predicted:+.2f} % predicted, {measured:+.2f} % measured ({len(base['loss'])} seeds)"
-    why = "" if known else f"standard error {searched['standard_error_percent']:.2f} %"
-    status = (PASS if within else MISS) if known else UNDECIDED
-    metric = "predicted change of loss of the searched policy against BF16"
-    yield Row("search predicted", metric, "within 2x", Verdict(said, status, why), result)
-
-
-def _below_zero(gaps: Sequence[float], noise: float) -> Verdict:
-    """A loss that must be lower: as far below zero as seeds alone differ, or undecided."""
-    verdict = seeds(gaps, None, at_most=0)
-    if verdict.status == PASS and abs(mean(gaps)) < noise:
-        return Verdict(verdict.text, UNDECIDED, f"seeds alone differ by {noise:.2f} %")
-    return verdict
-
-
 def _predictions(result: Result) -> Iterator[Row]:
     for seed, found in result.results["seeds"].items():
         for cost, text in (("token", "a cached token"), ("prefill", "a prefill")):
@@ -98,15 +64,3 @@ def _predictions(result: Result) -> Iterator[Row]:
         chance = f"chance {ranks['random'][1]:.2f} at most in 95 %"
         said = f"{ranks['predicted']:.2f} (FLOPs alone {ranks['flops']:.2f}, {chance})"
         yield row(result, f"search_ranks_{seed}", metric, "at least 0.6", ranks["predicted"], said=said)
-
-
-def _sync(result: Result) -> Iterator[Row]:
-    for way, found in result.results["against_bf16"].items():
-        off, half = (100 * found["held_out"][name] for name in ("mean", "half"))
-        said = f"{off:+.2f} % \u00b1 {half:.2f} % ({len(found['held_out']['off'])} pairs)"
-        status = {"within": PASS, "beyond": MISS, "undecided": UNDECIDED}[found["held_out"]["verdict"]]
-        why = "95 % interval wider than the bound" if status == UNDECIDED else ""
-        metric = f"held-out loss after gradients sent as `{way}`, against `bf16`, 2,000 steps of a small transformer"
-        control = way.startswith("bf16")
-        target, verdict = ("-", Verdict(said, NO_TARGET)) if control else ("within 0.25 %", Verdict(said, status, why))
-        yield Row(f"sync_{way}", metric, target, verdict, result)

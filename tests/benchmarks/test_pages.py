@@ -1,5 +1,6 @@
 """docs/benchmarks.md and the tables of README.md hold what the committed results say, all of it, and nothing else."""
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -9,8 +10,8 @@ import pytest
 from benchmarks import pages
 from benchmarks.common import RESULTS
 from benchmarks.rows.claim_rows import REMOVED, read
-from benchmarks.rows.claims import UNUSED, groups
-from benchmarks.rows.verdict import MISS, NOT_RUN, UNDECIDED
+from benchmarks.rows.claims import SECTIONS, UNUSED, groups
+from benchmarks.rows.verdict import MISS, NOT_RUN, PASS, UNDECIDED
 
 FOUND = groups()
 ROWS = [row for group in FOUND for row in group.rows]
@@ -55,7 +56,40 @@ def test_each_program_of_a_result_is_here_or_its_last_commit_is_named():
     assert not here, f"removed.toml names programs that are here: {here}"
     for path in RESULTS.glob("*.json"):
         result = read(path.stem)
-        assert result.last_commit or (folder / f"{result.program.replace('.', '/')}.py").exists(), path.name
+        assert result.program in REMOVED or (folder / f"{result.program.replace('.', '/')}.py").exists(), path.name
+
+
+STUDIES = [study for section in SECTIONS for study in section.get("study", ())]
+
+
+def test_rows_that_are_written_down_are_of_studies_that_have_left_and_of_these_results():
+    """Rows of a program that is here are made from what it measures, each time."""
+    assert len(STUDIES) > 50
+    for study in STUDIES:
+        if "result" in study:
+            assert read(study["result"]).program in REMOVED, study["result"]
+            digest = hashlib.sha256((RESULTS / f"{study['result']}.json").read_bytes()).hexdigest()
+            assert study["digest"] == digest[:16], study["result"]
+        else:
+            assert all(status == NOT_RUN for _, _, _, status in study["rows"])
+
+
+NUMBER = r"([-+]?\d[\d,.]*(?:e-?\d+)?)( ?[^\s,;(]*)"
+"""And its unit."""
+
+
+def test_a_status_that_is_written_down_fits_its_number_and_target():
+    judged = 0
+    for metric, target, measured, status, *why in (row for study in STUDIES for row in study["rows"]):
+        assert status in pages.STATUSES
+        assert (status == UNDECIDED) == bool(why), metric
+        bound, number = re.match(f"at (most|least) {NUMBER}", target), re.match(NUMBER, measured)
+        alike = bound and number and bound[3] == number[2]  # else the number is a count, or the median of several
+        if alike and status in (PASS, MISS) and "each" not in target:
+            limit, value = (float(text.replace(",", "")) for text in (bound[2], number[1]))
+            assert (value <= limit if bound[1] == "most" else value >= limit) == (status == PASS), metric
+            judged += 1
+    assert judged > 40
 
 
 def test_commands_of_the_docs_are_modules_that_are_there():
