@@ -158,6 +158,19 @@ def test_training_takes_the_minutes_it_was_given(data, tmp_path):
     assert last["step"] > 2 * FEWEST
 
 
+@pytest.mark.parametrize("works", [True, False], ids=["a processor's", "another program's"])
+def test_time_that_first_steps_waited_for_is_said_with_their_number(data, tmp_path, monkeypatch, works):
+    if works:  # the clock's seconds are the processor's too
+        monkeypatch.setattr(time, "thread_time", time.perf_counter)
+    train(timed(data, tmp_path, train__eval_interval=0, checkpoint__interval=0))
+    (event,) = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "plan" and "minutes" in row]
+    assert ("waited for other programs" in event["message"]) == (not works)
+    assert ("waited" in event) == (not works)
+    if not works:
+        # STEP_S passes beside a step; what the processor works in one is small beside it.
+        assert 0.8 < event["waited"] < 1
+
+
 @pytest.mark.slow
 def test_training_takes_the_minutes_of_a_real_clock(data, tmp_path, monkeypatch):
     monkeypatch.undo()

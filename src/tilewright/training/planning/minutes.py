@@ -19,7 +19,7 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.errors import ConfigError
-from tilewright.core.units import format_seconds
+from tilewright.core.units import format_seconds, format_share
 from tilewright.training.runlog.signals import SettingChange, recipe_changes
 
 FEWEST = 10
@@ -43,6 +43,8 @@ class StepTimes:
     """Seconds of all that was done to time them, compilation included."""
     eval_s: float = 0.0
     """Seconds of an evaluation on the way."""
+    waited: float = 0.0
+    """Share of them in which the thread that computes on a CPU had no processor; 0 where that is usual."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,13 @@ def steps_within(recipe: Recipe, times: StepTimes, *, done: int = 0, elapsed_s: 
         source = f"the fewest; {max(0, fit)} fit into {train.minutes:g} minutes at {times.step_s:.3g} s per step"
         text = f"{max(0, fit)} more steps of {format_seconds(times.step_s)} fit into {train.minutes:g} minutes: the "
         text += f"fewest of a run, {FEWEST}, are done, in {whole} altogether"
+    if times.waited:
+        text += (
+            f". For {format_share(times.waited)} of that they waited for other programs, a disk or other ranks. Where "
+            "these stop, the run ends early: for more steps start a new one (--run.name) on a quiet machine"
+        )
     numbers = {"steps": steps, "minutes": train.minutes, "step_s": times.step_s, "eval_s": times.eval_s}
+    numbers |= {"waited": times.waited} if times.waited else {}
     return Length(steps, source, text, numbers | {"timed": times.timed, "spent_s": times.spent_s})
 
 

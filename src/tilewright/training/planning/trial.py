@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from tilewright.planner.machine.microbench import WAITED
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.planning.minutes import StepTimes
@@ -31,16 +32,19 @@ def time_steps(run: Run, stop: StopRequest) -> StepTimes | str:
     modes = run.parts.modes
     first = modes.schedule.start_mode
     budget_s = _SHARE * 60 * run.recipe.train.minutes / (1 if first is None else 2)
-    share, rounds = (0.0 if first is None else precision.start_fraction), []
+    share, rounds, worked_s = (0.0 if first is None else precision.start_fraction), [], 0.0
     for _ in range(1 if first is None else 2):
-        seconds = run.try_steps(stop, enough_within(budget_s))
+        clock, processor = run.try_steps(stop, enough_within(budget_s))
         if run.asked_to_stop is not None:
             return run.asked_to_stop
-        rounds.append(seconds[1:])  # the first one compiles
+        rounds.append(clock[1:])  # the first one compiles
+        worked_s += sum(processor[1:])
         modes.schedule, modes.next_step = ModeSchedule(modes.schedule.mode), run.step + 1
     step_s = share * statistics.median(rounds[0]) + (1 - share) * statistics.median(rounds[-1])
     eval_s = _evaluation_s(run) if run.recipe.train.eval_interval else 0.0
-    return StepTimes(step_s, sum(map(len, rounds)), time.perf_counter() - began, eval_s)
+    all_s = sum(map(sum, rounds))
+    waited = 1 - worked_s / all_s if run.setup.device.type == "cpu" and all_s > WAITED * worked_s else 0.0
+    return StepTimes(step_s, sum(map(len, rounds)), time.perf_counter() - began, eval_s, waited)
 
 
 def enough_within(budget_s: float) -> Callable[[Sequence[float]], bool]:
