@@ -6,7 +6,7 @@ where it was stopped, and other limits use what was measured.
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tilewright.compress.search.choose_shapes import (
 from tilewright.compress.search.library.assemble import config_with
 from tilewright.compress.search.library.layer_parts import PartPlace, places
 from tilewright.compress.search.library.replacement_choices import OWN, PartChoice, choices_at, why_whole
-from tilewright.compress.search.library.replacement_scores import score_choices
+from tilewright.compress.search.library.replacement_scores import first_rows, score_choices
 from tilewright.compress.search.library.train_replacements import TrainedPart, key_of, train_library
 from tilewright.compress.search.recipe_file import recipe_text
 from tilewright.compress.search.search_seconds import SearchWork, stage_seconds
@@ -46,6 +46,8 @@ from tilewright.training.components.teacher import weights_hash
 FILE, RECIPE = "search.json", "search.toml"
 STAGES = ("blocks", "shapes")
 """Folders of the library, and of what the best shapes begin with."""
+_BLOCK_STEPS = 100
+"""Of training for a replacement, at most, unless more are asked for."""
 _TOLERANCE = 0.1
 """Of latencies: how far above a limit the measured one may be of a shape whose predicted one holds it."""
 _FEW_PLACES = 8
@@ -89,13 +91,20 @@ class LayerSearch:
                 try_="a run with data.holdout above 0",
                 where=str(self.source.run),
             )
+        if self.settings.block_steps is None:
+            self.settings = replace(self.settings, block_steps=min(_BLOCK_STEPS, self._quarter))
+        self.scored = first_rows(self.batches, self.settings.score_rows)
         self.clock_name, self._clock = machine_clock()
         self.record = self._found_record()
 
     @property
     def steps(self) -> int:
         """Steps of a search of layers for which each of the best shapes is trained."""
-        return self.settings.steps or max(1, self.source.recipe.train.steps // 4)
+        return self.settings.steps or self._quarter
+
+    @property
+    def _quarter(self) -> int:
+        return max(1, self.source.recipe.train.steps // 4)
 
     def kept_whole(self) -> dict[str, str]:
         """Parts that a layer search keeps because no replacement with weights could be made for them, with the
@@ -107,10 +116,13 @@ class LayerSearch:
     def seconds(self) -> dict[str, float]:
         """Estimated seconds of each stage of a whole search run."""
         recipe = self.source.recipe
-        tokens = sum(batch["input_ids"].numel() for rows in self.batches.values() for batch in rows)
+        tokens, scored = (
+            sum(batch["input_ids"].numel() for rows in batches.values() for batch in rows)
+            for batches in (self.batches, self.scored)
+        )
         length = recipe.data.seq_len
         micro_batch, batch = recipe.train.micro_batch_size * length, recipe.train.global_batch_size * length
-        work = SearchWork(self._evaluation_s / tokens, tokens, micro_batch, batch, length)
+        work = SearchWork(self._evaluation_s / tokens, scored, micro_batch, batch, length)
         return stage_seconds(self.config, self.choices, self.settings, self.steps, work)
 
     def run(self) -> Record:
@@ -146,7 +158,7 @@ class LayerSearch:
     def measure(self) -> None:
         """Measure for a search of layers: library, scores and latency table, what is not in the record yet."""
         rows, scores = self.record["library"], self.record["scores"]
-        folder = self.out / "blocks"
+        folder, whole = self.out / "blocks", row_losses_of(self.model, self.scored)
         self._write()  # before the first file that it is of
 
         def trained(key: str, row: TrainedPart) -> None:
@@ -159,7 +171,7 @@ class LayerSearch:
             self._write()
 
         def scored(key: str, losses: RowLosses | None) -> None:
-            rise, error = (None, None) if losses is None else losses.rise_over(self.whole)
+            rise, error = (None, None) if losses is None else losses.rise_over(whole)
             scores[key] = {"rise": rise, "error": error}
             shown = "is not finite; it is left out"
             if rise is not None and error is not None:
@@ -172,7 +184,7 @@ class LayerSearch:
             steps=self.settings.block_steps, seed=self.source.recipe.run.seed, report=trained,
             done=lambda key: key in rows and (folder / f"{key}.safetensors").is_file(),
         )  # fmt: skip
-        score_choices(self.model, self.batches, self.choices, folder, done=scores.__contains__, report=scored)
+        score_choices(self.model, self.scored, self.choices, folder, done=scores.__contains__, report=scored)
         self._measure_latency()
 
     def solve(self) -> list[ChosenShape]:
@@ -345,7 +357,7 @@ class LayerSearch:
             ConfigError: the folder has a search of something else.
         """
         asked = asked_of(self.source, weights_hash(self.model)) | {"measured": self.settings.measured()}
-        need = "the same run or model, data, settings, --rows, --block-steps and --context"
+        need = "the same run or model, data, settings, --rows, --block-steps, --score-rows and --context"
         before = record_of(self.out, FILE, asked, STAGES, what="another search", need=need)
         if before is not None:
             follow_moves(self.source, self.out, before)

@@ -59,7 +59,7 @@ def stage_seconds(
     trained = sum(_flops(config, place, choice, work.seq_len) for place, choice in _trained(choices))
     rows = 1 + len({choice.shape for found in choices.values() for choice in found if choice.shape is not None})
     shapes = settings.candidates + settings.uniform
-    passes = _FORWARD_AND_BACKWARD * settings.block_steps * work.micro_batch
+    passes = _FORWARD_AND_BACKWARD * (settings.block_steps or 0) * work.micro_batch
     return {
         "replacements": per_flop * trained * passes + work.forward_s * settings.rows * work.seq_len,
         "scores": work.forward_s * work.held_out * scored,

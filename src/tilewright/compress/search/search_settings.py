@@ -34,7 +34,8 @@ class LayerSearchSettings:
         limits: by measure the largest share of the run's own, above 0 and at most 1; at least one.
         kinds: of replacement.
         rows: of training text that replacements are trained on, at least.
-        block_steps: of training for each replacement.
+        block_steps: of training for each replacement; None: a quarter of the run's own, at most 100.
+        score_rows: held-out rows that a replacement is scored on, at most, but one micro-batch of each domain.
         steps: that the best shapes are trained on for, each; 0: a quarter of the run's own.
         candidates: shapes that are trained on.
         context: tokens before the cached one, and of the prefill.
@@ -44,7 +45,8 @@ class LayerSearchSettings:
     limits: Mapping[str, float]
     kinds: tuple[Kind, ...] = KINDS
     rows: int = 64
-    block_steps: int = 100
+    block_steps: int | None = None
+    score_rows: int = 64
     steps: int = 0
     candidates: int = 3
     context: int = 512
@@ -65,9 +67,10 @@ class LayerSearchSettings:
         return cls(_limits(limits), tuple(kind for kind in KINDS if kind in asked), **others)
 
     def measured(self) -> dict[str, Any]:
-        """The settings of `search` that library and latency table were made with; the rest may change from command to
-        command."""
-        return {"rows": self.rows, "block_steps": self.block_steps, "context": self.context}
+        """The settings of `search` that library, scores and latency table were made with; the rest may change from
+        command to command."""
+        names = ("rows", "block_steps", "score_rows", "context")
+        return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, Any]:
         """The settings of `search` for the record."""

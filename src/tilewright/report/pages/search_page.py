@@ -213,7 +213,8 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     )
     yield (
         f"Replacements: {settings['block_steps']} steps each on {settings['rows']} rows of the run's training text, "
-        "against what the run's part gives. Shapes: trained with the run as their teacher."
+        f"against what the run's part gives; scored on up to {settings['score_rows']} held-out rows. Shapes: trained "
+        "with the run as their teacher, and measured on all held-out rows."
     )
     for place, reason in record.get("kept_whole", {}).items():
         yield f"{place} kept its shape: {reason}."

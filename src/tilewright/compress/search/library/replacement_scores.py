@@ -20,6 +20,28 @@ from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.block import Block
 
 
+def first_rows(batches: Batches, most: int) -> Batches:
+    """The held-out rows that replacements are scored on: micro-batches from each domain in turn, until one more would
+    make more than so many rows; at least one of each domain, so that all domains count.
+
+    Example:
+        >>> two = {"input_ids": torch.zeros(2, 8)}
+        >>> found = first_rows({"a": [two] * 5, "b": [two], "c": [two] * 3}, 9)
+        >>> {domain: len(batches) for domain, batches in found.items()}
+        {'a': 2, 'b': 1, 'c': 1}
+    """
+    found = {domain: list(rows[:1]) for domain, rows in batches.items()}
+    used = sum(len(batch["input_ids"]) for rows in found.values() for batch in rows)
+    for place in range(1, max(map(len, batches.values()), default=0)):
+        for domain, rows in batches.items():
+            if place < len(rows):
+                used += len(rows[place]["input_ids"])
+                if used > most:
+                    return found
+                found[domain].append(rows[place])
+    return found
+
+
 def score_choices(
     model: Any,
     batches: Batches,
