@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +18,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.generate import generate, inference
 from tilewright.ops.backends.cpu.cached_layer import cached_layer
-from tilewright.ops.backends.ref.cached_layer import LayerWeights, RowPast
+from tilewright.ops.backends.ref.cached_layer import AttentionWeights, LayerWeights, MLPWeights, RowPast
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import CACHED_LAYER, MOST_ROWS
@@ -33,7 +33,8 @@ EPS = 1e-5
 
 
 def drawn(rows, keys, group, dim, width, hidden, positions, dtype, seed=0):
-    """Operands of a layer whose sums keep the size of what they are made from."""
+    """Operands of a layer whose sums keep the size of what they are made from; no key heads: it has no attention, no
+    hidden units: no MLP."""
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(*shape, size=1.0):
@@ -43,12 +44,15 @@ def drawn(rows, keys, group, dim, width, hidden, positions, dtype, seed=0):
         return tensor(outs, ins, size=ins**-0.5)
 
     heads, of_keys = keys * group * dim, keys * dim
-    weights = LayerWeights(
-        1 + tensor(width, size=0.1), matrix(heads, width), matrix(of_keys, width), matrix(of_keys, width),
-        matrix(width, heads), 1 + tensor(width, size=0.1), matrix(hidden, width), matrix(hidden, width),
-        matrix(width, hidden),
-    )  # fmt: skip
-    pasts = [RowPast(*(tensor(positions + row, keys, dim) for _ in range(2))) for row in range(rows)]
+    attention, mlp, pasts = None, None, []
+    if keys:
+        projections = matrix(heads, width), matrix(of_keys, width), matrix(of_keys, width), matrix(width, heads)
+        attention = AttentionWeights(1 + tensor(width, size=0.1), *projections)
+        pasts = [RowPast(*(tensor(positions + row, keys, dim) for _ in range(2))) for row in range(rows)]
+    if hidden:
+        projections = matrix(hidden, width), matrix(hidden, width), matrix(width, hidden)
+        mlp = MLPWeights(1 + tensor(width, size=0.1), *projections)
+    weights = LayerWeights(attention, mlp)
     angles = torch.rand(rows, dim // 2, generator=generator) * 6
     return tensor(rows, width), weights, EPS, angles.cos(), angles.sin(), pasts
 
@@ -56,15 +60,17 @@ def drawn(rows, keys, group, dim, width, hidden, positions, dtype, seed=0):
 def with_past(operands, change=torch.clone):
     """The same with a cache of its own, all tensors but angles changed."""
     x, weights, eps, cos, sin, pasts = operands
-    return change(x), LayerWeights(*map(change, weights)), eps, cos, sin, [RowPast(*map(change, p)) for p in pasts]
+    parts = [part and type(part)(*map(change, part)) for part in weights]
+    return change(x), LayerWeights(*parts), eps, cos, sin, [RowPast(*map(change, p)) for p in pasts]
 
 
-@examples(40)
+@examples(60)
 @given(
-    st.integers(1, MOST_ROWS), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 90),
-    st.integers(1, 120), st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 2**31),
+    st.integers(1, MOST_ROWS), st.integers(0, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 90),
+    st.one_of(st.just(0), st.integers(1, 120)), st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 2**31),
 )  # fmt: skip
 def test_every_candidate_is_near_fp64(rows, keys, group, half, width, hidden, positions, dtype, seed):
+    assume(keys or hidden)
     operands = drawn(rows, keys, group, 2 * half, width, hidden, positions, dtype, seed)
     exact = with_past(operands, torch.Tensor.double)
     want = REF(*exact)
@@ -98,18 +104,29 @@ def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads(dtype):
             torch.set_num_threads(before)
 
 
+def attending(weights, **others):
+    return weights._replace(attention=weights.attention._replace(**others))
+
+
+def mixing(weights, **others):
+    return weights._replace(mlp=weights.mlp._replace(**others))
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (lambda x, w, e, c, s, p: (x.repeat(3, 1), w, e, c, s, p), ValueError),
         (lambda x, w, e, c, s, p: (x, w, e, c, s, p[:1]), ValueError),
         (lambda x, w, e, c, s, p: (x, w, e, c[:, 1:], s, p), ValueError),
-        (lambda x, w, e, c, s, p: (x, w._replace(o=w.o.T), e, c, s, p), ValueError),
-        (lambda x, w, e, c, s, p: (x, w._replace(q=w.q[:-1]), e, c, s, p), ValueError),
-        (lambda x, w, e, c, s, p: (x, w._replace(down_DF=w.down_DF.T.contiguous().T), e, c, s, p), ValueError),
+        (lambda x, w, e, c, s, p: (x, attending(w, o=w.attention.o.T), e, c, s, p), ValueError),
+        (lambda x, w, e, c, s, p: (x, attending(w, q=w.attention.q[:-1]), e, c, s, p), ValueError),
+        (lambda x, w, e, c, s, p: (x, mixing(w, down_DF=w.mlp.down_DF.T.contiguous().T), e, c, s, p), ValueError),
+        (lambda x, w, e, c, s, p: (x, mixing(w, up_FD=w.mlp.up_FD[:-1]), e, c, s, p), ValueError),
+        (lambda x, w, e, c, s, p: (x, w._replace(attention=None), e, c, s, p), ValueError),
+        (lambda x, w, e, c, s, p: (x, LayerWeights(None, None), e, c, s, []), ValueError),
         (lambda x, w, e, c, s, p: (x, w, e, c, s, [p[0], RowPast(p[1][0][:0], p[1][1][:0])]), ValueError),
         (lambda x, w, e, c, s, p: (x, w, e, c, s, [p[0], RowPast(p[1][0], p[1][1][1:])]), ValueError),
-        (lambda x, w, e, c, s, p: (x, w._replace(k=w.k.bfloat16()), e, c, s, p), TypeError),
+        (lambda x, w, e, c, s, p: (x, attending(w, k=w.attention.k.bfloat16()), e, c, s, p), TypeError),
         (lambda x, w, e, c, s, p: (x.half(), w, e, c, s, p), TypeError),
     ],
 )
@@ -127,9 +144,9 @@ def counted(model):
     return calls
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gqa", 2), ("tied", 2), ("own_gqa", 1), ("mla", 0), ("gqa_moe", 1)])
+@pytest.mark.parametrize(("name", "layers"), [("gqa", 2), ("tied", 2), ("own_gqa", 3), ("mla", 0), ("gqa_moe", 1)])
 def test_a_model_draws_the_tokens_that_it_drew_before(name, layers):
-    """A window, layers without attention or FFN, experts and a latent go to the layer's own parts."""
+    """Experts and a latent go to the layer's own parts; a layer without attention or FFN is computed as it is."""
     model = make_decoder(name).eval()
     ids = torch.arange(10).reshape(2, 5)
     before = generate(model, ids, 40, temperature=0)

@@ -10,10 +10,11 @@ weights at half of the memory's speed, and FP32 ones from two rows on (docs/log.
 same bits beside any others.
 
 cached_layer(x_ND, weights, eps, cos_NR, sin_NR, pasts): one layer of a dense decoder with grouped-query attention, for
-the next token of at most `MOST_ROWS` rows: x + attention(norm(x)), then x + mlp(norm(x)), all in the weights' dtype,
-without autograd. `weights` and `pasts` are `LayerWeights` and a `RowPast` for each row, whose last position is written;
-cos and sin [N or 1, d/2] FP32. Rounds to the dtype where calls of their own would; returns [N, D]. In a small layer one
-call takes a third of their time (docs/log.md, 2026-11-27).
+the next token of at most `MOST_ROWS` rows: x + attention(norm(x)), then x + mlp(norm(x)), or one of both where a layer
+has no more, all in the weights' dtype, without autograd. `weights` and `pasts` are `LayerWeights` and a `RowPast` for
+each row, whose last position is written (none without attention); cos and sin [N or 1, d/2] FP32. Rounds to the dtype
+where calls of their own would; returns [N, D]. In a small layer one call takes a third of their time (docs/log.md,
+2026-11-27).
 """
 
 import torch

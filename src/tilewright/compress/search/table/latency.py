@@ -1,12 +1,13 @@
 """The latency of parts and of whole decoders here: a prefill, and a token behind it with everything before it cached.
 
-It is measured in tilewright's own runtime, in FP32, one row. A part is timed in a stack of copies with weights of their
-own, as many bytes as the run has: a cached token reads each weight once, and in a stack of one it would find all in
-the processor's caches, which a whole model does not.
+It is measured in tilewright's own runtime, as `generate` and `serve` run it, in FP32, one row. A part is timed in a
+stack of copies with weights of their own, as many bytes as the run has: a cached token reads each weight once, and in a
+stack of one it would find all in the processor's caches, which a whole model does not.
 
 Legend: B rows  S positions  D model width.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,14 @@ import torch
 
 from tilewright.compress.budget.call_seconds import Clock, Seconds, measure
 from tilewright.compress.search.library.layer_parts import new_part
+from tilewright.core.hardware import detect_machine
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.cache import DecoderCache
 from tilewright.models.decoder.config import DecoderConfig, LayerShape
 from tilewright.models.decoder.layers import rope_angles
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.mixed import rows
 
 _MOST_COPIES = 512
 
@@ -56,6 +59,15 @@ class Latency:
         return self.prefill.steady and self.token.steady
 
 
+def as_served(model: Any) -> Any:
+    """A decoder whose latency is that of serving, with layers for a few rows (`precision.mixed.rows`): a copy that
+    shares all tensors with the one given, which stays as it is."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, tensors)
+    rows.attach(copied, detect_machine("cpu"))
+    return copied
+
+
 @torch.no_grad()
 def model_latency(model: Any, context: int, clock: Clock) -> tuple[Latency, int]:
     """Latency of a decoder that answers one row, and the bytes of its cache.
@@ -65,6 +77,7 @@ def model_latency(model: Any, context: int, clock: Clock) -> tuple[Latency, int]
         context: tokens before the cached one, at least 1.
         clock: seconds.
     """
+    model = as_served(model)
     ids_BS = torch.zeros(1, context, dtype=torch.int64)
     cache = model.new_cache(1, context + 1)
 
@@ -106,7 +119,10 @@ def part_latency(
     one = _copy(config, layer, shape, kernels)
     size = sum(param.numel() * param.element_size() for param in one.parameters())
     copies = min(_MOST_COPIES, max(2, round(stack_bytes / size)))
+    machine = detect_machine("cpu")
     stack = [one, *(_copy(config, layer, shape, kernels) for _ in range(copies - 1))]
+    for copied in stack:
+        rows.attach(copied, machine)
     cache = DecoderCache(copies, 1, context + 1)
     x_BSD = torch.randn(1, context, config.dim, generator=torch.Generator().manual_seed(0))
     cos, sin = rope_angles(torch.arange(context + 1)[None], config.rope_dim, config.rope_theta)

@@ -12,10 +12,10 @@ from torch import Tensor
 from tilewright.ops.backends.ref import math as ref
 
 
-class LayerWeights(NamedTuple):
-    """Weights of one layer, all in one dtype."""
+class AttentionWeights(NamedTuple):
+    """Weights of the attention of one layer, and of the norm before it, all in one dtype."""
 
-    attention_norm_D: Tensor
+    norm_D: Tensor
     q: Tensor
     """[H * d, D]."""
     k: Tensor
@@ -23,10 +23,27 @@ class LayerWeights(NamedTuple):
     v: Tensor
     o: Tensor
     """[D, H * d]."""
-    mlp_norm_D: Tensor
+
+
+class MLPWeights(NamedTuple):
+    """Weights of the MLP of one layer, and of the norm before it, all in one dtype."""
+
+    norm_D: Tensor
     gate_FD: Tensor
     up_FD: Tensor
     down_DF: Tensor
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one layer, all in one dtype; at least one of both."""
+
+    attention: AttentionWeights | None
+    mlp: MLPWeights | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All weights of the layer."""
+        return [*(self.attention or ()), *(self.mlp or ())]
 
 
 class RowPast(NamedTuple):
@@ -40,18 +57,33 @@ def cached_layer(
     x_ND: Tensor, weights: LayerWeights, eps: float, cos_NR: Tensor, sin_NR: Tensor, pasts: Sequence[RowPast]
 ) -> Tensor:
     """A cached layer by the reference: a whole one for the next token of a few rows: see `ops.linear`."""
-    normed_ND = ref.rms_norm(x_ND, weights.attention_norm_D, eps)
+    if weights.attention is not None:
+        x_ND = (x_ND + _attended(x_ND, weights.attention, eps, cos_NR, sin_NR, pasts)).to(x_ND.dtype)
+    if weights.mlp is not None:
+        _, gate_FD, up_FD, down_DF = weights.mlp
+        normed_ND = ref.rms_norm(x_ND, weights.mlp.norm_D, eps)
+        hidden_NF = ref.swiglu(ref.linear(normed_ND, gate_FD), ref.linear(normed_ND, up_FD))
+        x_ND = (x_ND + ref.linear(hidden_NF, down_DF)).to(x_ND.dtype)
+    return x_ND
+
+
+def _attended(
+    x_ND: Tensor,
+    weights: AttentionWeights,
+    eps: float,
+    cos_NR: Tensor,
+    sin_NR: Tensor,
+    pasts: Sequence[RowPast],
+) -> Tensor:
+    normed_ND = ref.rms_norm(x_ND, weights.norm_D, eps)
     width = pasts[0].keys_TKd.shape[-1]
-    q, k, v = (ref.linear(normed_ND, each).unflatten(-1, (-1, width)) for each in (weights.q, weights.k, weights.v))
+    q, k, v = (ref.linear(normed_ND, each).unflatten(-1, (-1, width)) for each in weights[1:4])
     q, k = (ref.rope(each[:, None], cos_NR[:, None], sin_NR[:, None])[:, 0] for each in (q, k))
     heads = []
     for q_Hd, k_Kd, v_Kd, past in zip(q, k, v, pasts, strict=True):
         past.keys_TKd[-1], past.values_TKd[-1] = k_Kd, v_Kd
         heads.append(_attention(q_Hd, *past).flatten())
-    x_ND = (x_ND + ref.linear(torch.stack(heads), weights.o)).to(x_ND.dtype)
-    normed_ND = ref.rms_norm(x_ND, weights.mlp_norm_D, eps)
-    hidden_NF = ref.swiglu(ref.linear(normed_ND, weights.gate_FD), ref.linear(normed_ND, weights.up_FD))
-    return (x_ND + ref.linear(hidden_NF, weights.down_DF)).to(x_ND.dtype)
+    return ref.linear(torch.stack(heads), weights.o)
 
 
 def _attention(q_Hd: Tensor, keys_TKd: Tensor, values_TKd: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 // One layer of a dense decoder with grouped-query attention, for the next token of a few rows: norm, projections, rotary
 // positions, attention to the cache, SwiGLU and both sums in one call. Apart they are forty calls, which take longer
-// than the weights of a small model are read.
+// than the weights of a small model are read. A layer may have no attention, or no MLP.
 //
 // Compiled when first used (build.py), called through ctypes (cached_layer.py). What a call of its own would give out is
 // rounded to the format of the weights; sums and what lies between are FP32. A row is computed without the others.
@@ -19,7 +19,7 @@ struct Past {
 
 // As cached_layer.py hands it over, eight bytes each.
 struct Layer {
-  i64 rows, width, keys, group, dim, hidden;  // N, D, K, query heads of each, d, F
+  i64 rows, width, keys, group, dim, hidden;  // N, D, K, query heads of each, d, F; K 0: no attention, F 0: no MLP
   const void *attention_norm, *q, *k, *v, *o, *mlp_norm, *gate, *up, *down;
   const float *cos, *sin;  // [N, d / 2]
   const void* x;           // [N, D]
@@ -121,8 +121,8 @@ struct Token {
     for (i64 i = 0; i < layer.rows * layer.width; i++)
       ((Element*)layer.out)[i] = Format::narrow(Format::widen(x[i]) + Format::widen(added[i]));
   }
-  int run_all() const {
-    const i64 D = layer.width, F = layer.hidden, units = layer.rows * layer.keys;
+  int attention() const {
+    const i64 D = layer.width, units = layer.rows * layer.keys;
     norm(layer.x, layer.attention_norm);
     if (linear(normed, layer.q, q, query_width(), D) || linear(normed, layer.k, k, key_width(), D) ||
         linear(normed, layer.v, v, key_width(), D))
@@ -131,12 +131,20 @@ struct Token {
     run(*this, attend, units, units * layer.group * longest * layer.dim * 2, threads);
     if (linear(heads, layer.o, added, D, query_width())) return 1;
     add(layer.x);
-    norm(layer.out, layer.mlp_norm);
+    return 0;
+  }
+  int mlp(const void* stream) const {
+    const i64 D = layer.width, F = layer.hidden;
+    norm(stream, layer.mlp_norm);
     if (linear(normed, layer.gate, gate, F, D) || linear(normed, layer.up, up, F, D)) return 1;
     swiglu();
     if (linear(gate, layer.down, added, D, F)) return 1;
-    add(layer.out);
+    add(stream);
     return 0;
+  }
+  int run_all() const {
+    if (layer.keys && attention()) return 1;
+    return layer.hidden ? mlp(layer.keys ? layer.out : layer.x) : 0;
   }
 };
 
@@ -144,7 +152,7 @@ template <class Format>
 int compute(const Layer& layer, float eps, int threads) {
   typedef typename Format::Element Element;
   i64 longest = 0;
-  for (i64 n = 0; n < layer.rows; n++)
+  for (i64 n = 0; layer.keys && n < layer.rows; n++)
     longest = layer.pasts[n].positions > longest ? layer.pasts[n].positions : longest;
   const i64 N = layer.rows, heads = layer.keys * layer.group;
   const i64 parts[] = {layer.width,       heads * layer.dim, layer.keys * layer.dim, layer.keys * layer.dim,
@@ -175,6 +183,6 @@ int compute(const Layer& layer, float eps, int threads) {
 // All in BF16, or all in FP32 but angles. Not 0: no memory; keys of the new position may be written then.
 extern "C" int tw_cached_layer(int bf16, const void* layer, float eps, int threads) {
   const Layer& l = *(const Layer*)layer;
-  if (l.rows < 1 || l.rows > MOST_ROWS) return 2;
+  if (l.rows < 1 || l.rows > MOST_ROWS || !(l.keys || l.hidden)) return 2;
   return bf16 ? compute<Bf16>(l, eps, threads) : compute<Fp32>(l, eps, threads);
 }
