@@ -90,7 +90,7 @@ SURFACE = {
     ],
     "search": [
         *("--block-steps", "--candidates", "--context", "--dry-run", "--help", "--json", "--kinds", "--limits"),
-        *("--no-uniform", "--out", "--quiet", "--rows", "--steps", "--verbose", "run"),
+        *("--no-uniform", "--out", "--quiet", "--rows", "--score-rows", "--steps", "--verbose", "run"),
     ],
     "data": ["--help"],
     "precision": ["--help"],
