@@ -166,22 +166,17 @@ class Run:
         """The reason to stop the run after this step, as all ranks agreed at the last one; None: it continues."""
         return self.agreement.stop.reason
 
-    def try_steps(
-        self, stop: StopRequest, enough: Callable[[Sequence[float]], bool]
-    ) -> tuple[list[float], list[float]]:
+    def try_steps(self, stop: StopRequest, enough: Callable[[Sequence[float]], bool]) -> list[tuple[float, float]]:
         """Try steps of a run to be timed, until their seconds (of several ranks the slowest one's, so that all stop in
-        the same step) are `enough`, or a stop is asked for. Returns these seconds, and those of this thread's
-        processor."""
-        clock: list[float] = []
-        processor: list[float] = []
+        the same step) are `enough`, or a stop is asked for. Returns these of each, and this thread's processor's."""
+        found: list[tuple[float, float]] = []
         self._agree(stop)
-        while self.asked_to_stop is None and not enough(clock):
+        while self.asked_to_stop is None and not enough([clock_s for clock_s, _ in found]):
             began, worked = time.perf_counter(), time.thread_time()
             self._step()
-            took = time.perf_counter() - began
-            processor.append(time.thread_time() - worked)
-            clock.append(self.agreement.most(took))
-        return clock, processor
+            worked_s, took_s = time.thread_time() - worked, time.perf_counter() - began
+            found.append((self.agreement.most(took_s), worked_s))
+        return found
 
     def _step(self) -> None:
         """Run one step: batches, learning rate, hooks, the executor's step, its record. Whole or not at all."""

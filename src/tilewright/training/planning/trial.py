@@ -34,11 +34,12 @@ def time_steps(run: Run, stop: StopRequest) -> StepTimes | str:
     budget_s = _SHARE * 60 * run.recipe.train.minutes / (1 if first is None else 2)
     share, rounds, worked_s = (0.0 if first is None else precision.start_fraction), [], 0.0
     for _ in range(1 if first is None else 2):
-        clock, processor = run.try_steps(stop, enough_within(budget_s))
+        tried = run.try_steps(stop, enough_within(budget_s))
         if run.asked_to_stop is not None:
             return run.asked_to_stop
-        rounds.append(clock[1:])  # the first one compiles
-        worked_s += sum(processor[1:])
+        clock, processor = zip(*tried[1:], strict=True)  # the first one compiles
+        rounds.append(clock)
+        worked_s += sum(processor)
         modes.schedule, modes.next_step = ModeSchedule(modes.schedule.mode), run.step + 1
     step_s = share * statistics.median(rounds[0]) + (1 - share) * statistics.median(rounds[-1])
     eval_s = _evaluation_s(run) if run.recipe.train.eval_interval else 0.0
