@@ -91,8 +91,7 @@ class LayerSearch:
                 try_="a run with data.holdout above 0",
                 where=str(self.source.run),
             )
-        if self.settings.block_steps is None:
-            self.settings = replace(self.settings, block_steps=min(_BLOCK_STEPS, self._quarter))
+        self.settings = replace(self.settings, block_steps=self.block_steps)
         self.scored = first_rows(self.batches, self.settings.score_rows)
         self.clock_name, self._clock = machine_clock()
         self.record = self._found_record()
@@ -101,6 +100,12 @@ class LayerSearch:
     def steps(self) -> int:
         """Steps of a search of layers for which each of the best shapes is trained."""
         return self.settings.steps or self._quarter
+
+    @property
+    def block_steps(self) -> int:
+        """Steps of a search of layers for which each replacement is trained."""
+        asked = self.settings.block_steps
+        return min(_BLOCK_STEPS, self._quarter) if asked is None else asked
 
     @property
     def _quarter(self) -> int:
@@ -181,7 +186,7 @@ class LayerSearch:
 
         train_library(
             self.model, calibration(self.source.recipe, self.source.data, self.settings.rows), self.choices, folder,
-            steps=self.settings.block_steps, seed=self.source.recipe.run.seed, report=trained,
+            steps=self.block_steps, seed=self.source.recipe.run.seed, report=trained,
             done=lambda key: key in rows and (folder / f"{key}.safetensors").is_file(),
         )  # fmt: skip
         score_choices(self.model, self.scored, self.choices, folder, done=scores.__contains__, report=scored)
