@@ -60,7 +60,7 @@ _PUBLIC = {
     "train": "tilewright.api",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+__all__ = ["__version__", *sorted(_PUBLIC)]  # pyright: ignore[reportUnsupportedDunderAll]  # the table is the list
 
 
 def __getattr__(name: str) -> object:

@@ -5,10 +5,8 @@ override from the command line. The few that are not settings (colour, compiler,
 function each. Nothing is read at import; every function takes the environment as an argument.
 """
 
-import gc
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -261,24 +259,6 @@ class Ranks:
     world: int
     local_world: int = 1
     """Processes on this machine."""
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Around the import of torch in a command: nothing is searched for garbage meanwhile, and what was imported never.
-
-    Its modules make a million objects, of which a hundred are garbage afterwards. Looking through them again and again
-    takes a sixth of the time that a command needs to start, 0.2 s whenever all is searched in training, and 0.3 s at
-    the end (docs/log.md). Where torch was there before, there is much else that must not be kept for good.
-    """
-    first = "torch" not in sys.modules
-    gc.disable()
-    try:
-        yield
-    finally:
-        if first:
-            gc.freeze()
-        gc.enable()
 
 
 def ranks(environ: Mapping[str, str] | None = None) -> Ranks:

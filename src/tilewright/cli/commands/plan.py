@@ -14,9 +14,17 @@ import click
 from tilewright.cli.commands.chat_models.plan_model import named_model, plan_model
 from tilewright.cli.commands.machine.plan_cards import names_of, plan_cards
 from tilewright.cli.commands.machine.plan_mesh import check_options, plan_mesh
-from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, verbosity, write_answer
+from tilewright.cli.common import (
+    RecipeCommand,
+    echo,
+    gc_paused,
+    json_option,
+    overrides,
+    print_json,
+    verbosity,
+    write_answer,
+)
 from tilewright.core.config.load import load_recipe
-from tilewright.core.env import gc_paused
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.units import format_bytes, format_seconds
 

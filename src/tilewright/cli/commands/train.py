@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
+from tilewright.cli.common import RecipeCommand, gc_paused, overrides, recipe_argument, verbosity
 from tilewright.core.config.load import Loaded, load_recipe
-from tilewright.core.env import gc_paused, ranks
+from tilewright.core.env import ranks
 from tilewright.core.errors import TilewrightError
 from tilewright.core.log import say
 

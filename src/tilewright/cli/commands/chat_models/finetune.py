@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewright.cli.commands.train import train_and_judge
-from tilewright.cli.common import FiniteRange, RecipeCommand, overrides, verbosity
+from tilewright.cli.common import FiniteRange, RecipeCommand, gc_paused, overrides, verbosity
 from tilewright.core.config.load import Loaded
-from tilewright.core.env import gc_paused
 from tilewright.core.errors import ConfigError
 from tilewright.core.log import say
 

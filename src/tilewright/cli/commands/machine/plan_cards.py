@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tilewright.cli.common import echo, print_json, show_table
-from tilewright.core.env import gc_paused
+from tilewright.cli.common import echo, gc_paused, print_json, show_table
 from tilewright.core.errors import ConfigError, FitError, UnknownFitError
 from tilewright.core.units import J_PER_KWH, format_bytes, format_joules, format_kwh, format_seconds
 

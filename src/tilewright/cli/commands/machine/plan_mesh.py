@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.common import echo, print_json, show_table, write_answer
-from tilewright.core.env import gc_paused
+from tilewright.cli.common import echo, gc_paused, print_json, show_table, write_answer
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.units import format_bytes
 
