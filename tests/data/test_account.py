@@ -100,9 +100,9 @@ def test_each_reason_has_its_numbers(folder, tmp_path):
     (folder / "rows.jsonl").write_bytes(b'{"text": 1}\n' + json.dumps({"text": text}).encode() + b"\n")
     _, _, summary = read(folder, tmp_path)
     size = len(write_text(1, 60).strip("\n"))
-    assert summary["refused"]["duplicate"]["documents"] == 1
-    assert summary["refused"]["duplicate"]["text_bytes"] == size
-    assert summary["refused"]["duplicate"]["files"] == 1
+    assert summary["refused"]["exact duplicate"]["documents"] == 1
+    assert summary["refused"]["exact duplicate"]["text_bytes"] == size
+    assert summary["refused"]["exact duplicate"]["files"] == 1
     assert summary["refused"]["file type is not read"]["file_bytes"] == 1000
     assert summary["file_types_not_read"] == {".png": {"files": 1, "file_bytes": 1000}}
     row = summary["refused"]["field 'text' is not text"]

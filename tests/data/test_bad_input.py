@@ -142,7 +142,7 @@ def test_empty_and_blank_files(folder, tmp_path):
     (folder / "x.txt").write_bytes(b"")
     (folder / "y.txt").write_bytes(b"\n  \n\t\n")
     texts, rejects = read(folder, tmp_path)
-    assert rejects == {("x.txt", "empty file"): 1, ("y.txt", "blank document"): 1}
+    assert rejects == {("x.txt", "empty file"): 1, ("y.txt", "blank record"): 1}
     assert len(texts) == 2
 
 

@@ -41,7 +41,7 @@ from tilewright.data.stages.dataset import TOKENS
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
 _STREAMING = Streaming()
-_CHAT_FORMAT = 6  # of entries of conversations
+_CHAT_FORMAT = 7  # of entries of conversations
 _FORMAT = 5  # of the cache entries; a change makes old entries unused
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -206,28 +207,53 @@ def _value(build: DataBuild, name: str) -> object:
     return values[setting] if setting else values
 
 
-def test_rules_and_copies_look_at_what_is_said(model, tmp_path):
-    """A system's message makes no other conversation of a copy, a call of a tool does."""
+@pytest.mark.parametrize("near", [True, False])
+def test_copies_are_of_whole_conversations_and_rules_look_at_what_is_said(model, tmp_path, near):
+    """Conversations that say the same stay beside each other where anything else in them differs, as in a recipe."""
     user, answer = ({"role": role, "content": f"{role} {_say(random.Random(7), 7)}"} for role in ("user", "assistant"))
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "the river"}}}
-    odd = [
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+    kept = [
         {"messages": [user, answer]},
         {"messages": [{"role": "system", "content": "Be kind."}, user, answer]},
-        {"messages": [user, answer | {"tool_calls": [call]}]},
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},
+        {"messages": [{"role": "system", "content": "Be brief."}, user, answer]},
+        {"messages": [user, answer], "tools": [tool]},
+        {"messages": [user, answer | {"weight": 0}, user, answer]},
+        {"messages": [user, answer, user, answer]},
+        {"messages": [user, answer | {"tool_calls": [call]}], "tools": [tool]},
     ]
+    again = [{"messages": kept[1]["messages"]}, {"prompt": user["content"], "completion": answer["content"]}]
+    short = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
     (tmp_path / "in" / "talks").mkdir(parents=True)
-    found = [*odd, *map(talk, range(30))]
-    (tmp_path / "in" / "talks" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    config = chat_settings(tmp_path / "in", model, rules={"min_words": 6}, duplicates={"near": False})
+    path = tmp_path / "in" / "talks" / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *again, short, *map(talk, range(30))]))
+    config = chat_settings(tmp_path / "in", model, rules={"min_words": 6}, duplicates={"near": near, "threshold": 1})
     build(config, tmp_path / "out")
     refused = json.loads((tmp_path / "out" / "dataset.json").read_bytes())["summary"]["refused"]
-    assert refused["min_words"]["documents"] == 1
-    assert refused["exact duplicate"]["documents"] == 1
+    assert {reason: found["documents"] for reason, found in refused.items()} == {"min_words": 1, "exact duplicate": 2}
+    recipe = prepare(str(path.parent), format="chat", tokenizer=str(model), cache_dir=str(tmp_path / "cache"))
+    assert recipe.summary["refused"]["exact duplicate"]["documents"] == 2
     [first, *_] = [record_of(row) for row in rows(tmp_path / "out" / "work" / "read" / "00000" / "records.parquet")]
     assert isinstance(first, Record)
     assert first.text == f"{user['content']}\n{answer['content']}"
-    assert json.loads(first.facts["conversation"]) == odd[0]
+    assert json.loads(first.facts["conversation"]) == kept[0]
+
+
+def test_a_near_copy_says_other_words(model, tmp_path):
+    """Of talks that differ in case and spaces alone one stays; under another system message both do, if words are the
+    same."""
+    one = {"prompt": _say(random.Random(3), 3) + " and so on", "completion": _say(random.Random(4), 4)}
+    like = {**one, "prompt": one["prompt"].upper().replace(" ", "  ")}
+    (tmp_path / "in" / "talks").mkdir(parents=True)
+    found = [one, like, {**one, "system": "Be kind."}, *map(talk, range(30))]
+    (tmp_path / "in" / "talks" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    build(chat_settings(tmp_path / "in", model, duplicates={"keep": "first"}), tmp_path / "out")
+    table = pq.read_table(tmp_path / "out" / "tokens" / "documents.parquet").to_pylist()
+    refused = json.loads((tmp_path / "out" / "dataset.json").read_bytes())["summary"]["refused"]
+    assert {reason: entry["documents"] for reason, entry in refused.items()} == {"near-copy": 1}
+    assert len({row["document"] for row in table}) == 32
+    shared = Counter(row["cluster"] for row in table).most_common(1)[0][0]
+    assert len({row["split"] for row in table if row["cluster"] == shared}) == 1
 
 
 def test_what_cannot_be_is_refused_in_four_parts(model, tmp_path):

@@ -92,6 +92,43 @@ def test_a_small_group_that_is_held_out_whole_is_said(model, tmp_path):  # noqa:
     assert len(said) == len(lost)
 
 
+@given(seed=st.integers(0, 99), num=st.integers(12, 40), bad=st.integers(0, 5))
+@examples(6, suppress_health_check=list(HealthCheck))
+def test_a_trained_tokenizer_knows_no_word_that_is_held_out(tmp_path_factory, seed, num, bad):
+    """Each conversation repeats two words of its own; a tokenizer that has seen them has a token for each."""
+    tmp_path = tmp_path_factory.mktemp("words")
+    rng = random.Random(seed)
+    own = [["".join(rng.choices("bcdfghjklmnpqrstvwxz", k=9)) for _ in range(2)] for _ in range(num)]
+    rows = [{"prompt": " ".join([asked] * 30), "completion": " ".join([answer] * 30)} for asked, answer in own]
+    unusable = [{"messages": [{"role": "user", "content": f"only a question {i}"}]} for i in range(bad)]
+    how = {"tokenizer": "", "model_folder": "", "chat_template": "chatml", "vocab_size": 4000, "seq_len": 1024}
+    path = write(tmp_path / "a.jsonl", rows + unusable)
+    prepared = chat(path, "", tmp_path, holdout=0.2, **how)
+    held, train = (" ".join(texts(prepared, split)) for split in ("holdout", "train"))
+    known = prepared.tokenizer.backend.get_vocab()
+    words = {word: "\u0120" + word in known for pair in own for word in pair}
+    assert any(word in held for word in words)
+    assert {word for word, is_token in words.items() if is_token} == {word for word in words if word in train}
+    assert prepared.summary["docs"] == num
+    assert prepared.summary["read"]["documents"]["refused"] == bad
+
+
+def test_the_sample_of_a_tokenizer_is_bounded_on_every_road(tmp_path, monkeypatch):
+    """Text and conversations: of many texts of one size each with words of its own, no more than the bound is read."""
+    monkeypatch.setattr("tilewright.data.common.tokenizer._SAMPLE_BYTES", 3000)
+    own = ["".join(random.Random(i).choices("bcdfghjklmnpqrstvwxz", k=9)) for i in range(60)]
+    rows = {
+        "text": [{"text": " ".join([word] * 30)} for word in own],
+        "chat": [{"prompt": " ".join([word] * 15), "completion": " ".join([word] * 15)} for word in own],
+    }
+    for form, found in rows.items():
+        path = write(tmp_path / form / "a.jsonl", found)
+        how = {"format": form, "chat_template": "chatml" if form == "chat" else "", "vocab_size": 4000, "seq_len": 512}
+        prepared = prepare(str(path), cache_dir=str(tmp_path / "cache"), holdout=0.1, **how)
+        known = prepared.tokenizer.backend.get_vocab()
+        assert 9 <= sum("\u0120" + word in known for word in own) <= 11, form
+
+
 def pairs(seeds):
     return [
         {"prompt": t[0]["content"], "chosen": t[1]["content"], "rejected": f"other {s}"}

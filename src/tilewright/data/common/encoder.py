@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import tokenizers
@@ -12,7 +13,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 
 MUCH_BYTES = 8_000_000
 """Text from which tiktoken is sooner done: its ranks take some three seconds of a large vocabulary."""
-_SAMPLE_CHARS = 200_000
+_SAMPLE, _SAMPLE_CHARS = 64, 200_000
 FAILS = "tokenizer fails on the text"
 """Reason of a text that is set aside."""
 _SPARED, _SHARE = 3, 0.1
@@ -20,7 +21,7 @@ _Found = TypeVar("_Found")
 _Item = TypeVar("_Item")
 
 
-def choose_encoder(tokenizer: Tokenizer, num_bytes: int, sample: Sequence[str]) -> tuple[Tokenizer, str]:
+def choose_encoder(tokenizer: Tokenizer, num_bytes: int, texts: Iterable[str]) -> tuple[Tokenizer, str]:
     """The tokenizer with the library that encodes a large text soonest; and which library that is, with the reason.
 
     Ids are the same, see `ranked_bpe`; both libraries encode some of the sample, and where ids differ all the same, it
@@ -29,7 +30,7 @@ def choose_encoder(tokenizer: Tokenizer, num_bytes: int, sample: Sequence[str]) 
     Args:
         tokenizer: of any kind.
         num_bytes: of all text that is to be encoded.
-        sample: some of it.
+        texts: of which some at the beginning are encoded by both.
 
     Example:
         >>> from tilewright.data.common.tokenizer import train_tokenizer
@@ -39,7 +40,7 @@ def choose_encoder(tokenizer: Tokenizer, num_bytes: int, sample: Sequence[str]) 
     why = f"less than {MUCH_BYTES / 1e6:.0f} MB of text" if num_bytes < MUCH_BYTES else ""
     quick = tokenizer if why else with_ranks(tokenizer)
     if isinstance(quick, Tokenizer) and not why:
-        chosen = _of_chars(sample, _SAMPLE_CHARS)
+        chosen = _of_chars(islice(texts, _SAMPLE), _SAMPLE_CHARS)
         try:
             same = quick.encode_batch(chosen) == tokenizer.encode_batch(chosen)
         except TokenizerError:
@@ -61,7 +62,7 @@ def with_ranks(tokenizer: Tokenizer) -> Tokenizer | str:
     return ranks if isinstance(ranks, str) else tokenizer.with_ranked(RankedBpe(ranks))
 
 
-def _of_chars(texts: Sequence[str], most: int) -> list[str]:
+def _of_chars(texts: Iterable[str], most: int) -> list[str]:
     found, size = [], 0
     for text in texts:
         found.append(text[: most - size])

@@ -19,10 +19,9 @@ from tilewright.core.errors import DataError
 from tilewright.data.batches.token_rows import SPLITS, TOKEN_BYTES
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder
 from tilewright.data.common.guarded_tokenizer import TokenizerError
-from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import rejected
-from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, training_sample
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import add_validation
@@ -32,11 +31,6 @@ from tilewright.data.sources.documents import Source
 from tilewright.data.stages.copies.minhash import near_copy_clusters
 from tilewright.data.stages.split.divide_clusters import LARGEST_SHARE, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout
-
-_ENCODED_TWICE = 64  # texts, to see that both libraries give the same ids
-_TOKENIZER_BYTES = (
-    16_000_000  # the tokenizer is trained on a sample of this size; more does not change it for the better
-)
 
 
 def build_corpus(
@@ -85,10 +79,11 @@ def build_corpus(
 
     if given is None:
         progress.phase("training the tokenizer")
-        given = train_tokenizer(map(read, _tokenizer_sample(texts["train"], seed)), vocab_size)
+        sizes = np.array([text.stop - text.start for text in texts["train"]], np.int64)
+        given = train_tokenizer((read(texts["train"][i]) for i in training_sample(sizes, seed)), vocab_size)
     given.save(folder / "tokenizer")
     progress.phase("encoding", len(data))
-    quick, encoder = choose_encoder(given, len(data), [read(text) for text in texts["train"][:_ENCODED_TWICE]])
+    quick, encoder = choose_encoder(given, len(data), map(read, texts["train"]))
     spared, tables = Spared(), []
 
     def fails(text: Text, error: TokenizerError) -> None:
@@ -152,13 +147,6 @@ def _texts(spool: Spool, split: Split) -> dict[str, list[Text]]:
         else:
             (held if split.held[i] else train).append(Text(i, 0, length))
     return {"train": train, "holdout": held}
-
-
-def _tokenizer_sample(texts: list[Text], seed: int) -> list[Text]:
-    """A sample of the training texts by a seeded hash, so that domains keep their proportions."""
-    order = np.argsort(hash64(seed, np.arange(len(texts))), kind="stable").tolist()
-    sizes = np.cumsum([texts[i].stop - texts[i].start for i in order])
-    return [texts[i] for i in order[: int(np.searchsorted(sizes, _TOKENIZER_BYTES)) + 1]]
 
 
 def _table(

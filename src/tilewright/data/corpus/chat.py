@@ -2,7 +2,7 @@
 
 Like `corpus.build`, and with the same files, but a document is a rendered conversation (of preferences: two, the chosen
 and the rejected one), never cut and never in both splits; `*.trained.npy` beside each stream says which of its tokens
-are trained. Near-copies are told by what was said, without roles and system messages.
+are trained. Near-copies are told by what was said, without roles and system messages (`chat_rows.said`).
 """
 
 import json
@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.batches.token_rows import SPLITS
-from tilewright.data.chat.chat_rows import TABLES, RowReader, is_pair, read_row
+from tilewright.data.chat.chat_rows import TABLES, RowReader, is_pair, read_row, said
 from tilewright.data.chat.errors import ChatError
-from tilewright.data.chat.messages import FIRST, Row
 from tilewright.data.chat.row_renderer import NUM_EXAMPLES, ROWS, ROWS_BYTES, RowRenderer, example_of
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.trained_tokens import ChatSample
@@ -29,7 +27,7 @@ from tilewright.data.common.encoder import in_batches
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import Record, Rejected, rejected
-from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, training_sample
 from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
 from tilewright.data.dataset.account import PartRecord, listed
@@ -102,20 +100,27 @@ def build_chat(
         own_path = folder / "validation.bin"
         own = add_validation(spool, validation, own_path, seed=seed, progress=progress, convert=recognise)
     data = spool.data()
-    said, offsets, lengths = _said(spool, data)
-    progress.phase("finding near-copies", len(said))
-    cluster_of = near_copy_clusters(said, offsets, lengths, progress.advance)
+    spoken, offsets, lengths = _spoken(spool, data)
+    progress.phase("finding near-copies", len(spoken))
+    cluster_of = near_copy_clusters(spoken, offsets, lengths, progress.advance)
     share = largest_share(holdout or LARGEST_SHARE)
-    divided = divide_clusters(slices(said, offsets, lengths), lengths, cluster_of, spool.domain_of, share)
-    given = load_tokenizer(tokenizer) if tokenizer else _trained(said, offsets, lengths, vocab_size)
+    texts = slices(spoken, offsets, lengths)
+    divided = divide_clusters(texts, lengths, cluster_of, spool.domain_of, share)
+    given = load_tokenizer(tokenizer) if tokenizer else train_tokenizer((), vocab_size)
     chat = ChatTemplate.load(model_folder or tokenizer, given, chat_template)
     progress.phase("rendering and encoding", len(data))
-    encoded = _encode(spool, data, chat, pairs, own, progress)
+    encoded = _encode(spool, data, range(len(spool)), chat, pairs, own, progress, hold=bool(tokenizer))
     kept = np.unique(np.array(encoded.documents, np.int64))
     split = _hold_out(source, spool, divided, kept, holdout, seed, own)
+    if not tokenizer:  # a template renders the same with any; which conversations are trained on is known now
+        train = kept[~split.held[kept] & ~np.isin(spool.domain_of[kept], split.dropped)]
+        chosen = train[training_sample(lengths[train], seed)]
+        given = train_tokenizer((bytes(text).decode() for i in chosen for text in texts(i[None])), vocab_size)
+        chat = ChatTemplate.load(model_folder, given, chat_template)
+        progress.phase("encoding with the trained tokenizer", int(spool.lengths[kept].sum()))
+        encoded = _encode(spool, data, kept.tolist(), chat, pairs, own, progress, hold=True)
     if own is not None:
-        texts = (said[a : a + n].tobytes() for a, n in zip(offsets.tolist(), lengths.tolist(), strict=True))
-        split.notes.append(own.note(divided.cluster_of, [xxhash.xxh3_128_digest(text) for text in texts]))
+        split.notes.append(own.note(divided.cluster_of, [spool.digest(i) for i in range(len(spool))]))
     table = _write_streams(folder, spool, split, encoded, given, divided.cluster_of)
     pq.write_table(table, folder / "documents.parquet")
     chat.tokenizer.save(folder / "tokenizer")
@@ -161,32 +166,29 @@ def _reject(record: PartRecord, name: str, error: DataError, size: int) -> Rejec
     return rejected(record.file, error.problems[0].what, f"{name}: {got}" if got else name, num_bytes=size)
 
 
-def _messages(row: Row) -> list[Row]:
-    return row["messages"] if "messages" in row else [*row["prompt"], *row["chosen"]]
-
-
-def _said(spool: Spool, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The words of people and models in each conversation: UTF-8 bytes, and where each begins and how long it is."""
-    texts = []
-    for i in range(len(spool)):
-        messages = _messages(json.loads(spool.text(data, i)))
-        spoken = [m["content"] for m in messages if m["role"] not in FIRST and m["content"]]
-        texts.append(("\n".join(spoken) or "\n").encode("utf-8"))
+def _spoken(spool: Spool, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The text of what is said in each conversation: UTF-8 bytes, and where each begins and how long it is."""
+    texts = [(said(json.loads(spool.text(data, i))) or "\n").encode("utf-8") for i in range(len(spool))]
     lengths = np.array([len(text) for text in texts], np.int64)
     return np.frombuffer(b"".join(texts), np.uint8), np.cumsum(lengths) - lengths, lengths
 
 
-def _trained(said: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, vocab_size: int) -> Tokenizer:
-    texts = (bytes(said[a : a + n]).decode("utf-8") for a, n in zip(offsets.tolist(), lengths.tolist(), strict=True))
-    return train_tokenizer(texts, vocab_size)
-
-
 def _encode(
-    spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, own: Validation | None, progress: ProgressBar
+    spool: Spool,
+    data: np.ndarray,
+    documents: Sequence[int],
+    chat: ChatTemplate,
+    pairs: bool,
+    own: Validation | None,
+    progress: ProgressBar,
+    *,
+    hold: bool,
 ) -> _Encoded:
+    """Render conversations of a spool, and take back those that cannot be; with their samples, where those are to be
+    held in memory."""
     encoded, renderer = _Encoded(), RowRenderer(chat, pairs=pairs)
     sizes = spool.lengths.tolist()
-    for batch in in_batches(range(len(spool)), sizes.__getitem__, ROWS, ROWS_BYTES):
+    for batch in in_batches(documents, sizes.__getitem__, ROWS, ROWS_BYTES):
         rows = [json.loads(spool.text(data, i)) for i in batch]
         for i, rendered in zip(batch, renderer.render(rows), strict=True):
             if isinstance(rendered, DataError):
@@ -199,7 +201,7 @@ def _encode(
             encoded.left_out.update(rendered.left_out)
             if len(encoded.samples) >= NUM_EXAMPLES:
                 found = [replace(sample, text="", spans=()) for sample in found]
-            encoded.samples += found
+            encoded.samples += found if hold else ()
             encoded.documents += [i] * len(found)
             progress.advance(sizes[i])
     return encoded

@@ -4,14 +4,14 @@ A stream is one .npy array, memory-mapped when read: every document as begin, it
 lie together. The held-out stream has a second array beside it: the UTF-8 bytes that each token stands for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tilewright.data.common.encoder import Spared
+from tilewright.data.common.encoder import Spared, in_batches
 from tilewright.data.common.guarded_tokenizer import TokenizerError
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def encode_stream(
     with ExitStack() as files:
         out = files.enter_context(NpyWriter(path, token_dtype(tokenizer.vocab_size)))
         out_sizes = files.enter_context(NpyWriter(sizes, np.dtype("<u4"))) if sizes is not None else None
-        for batch in _batches(texts):
+        for batch in in_batches(texts, lambda text: text.stop - text.start, len(texts), _BATCH_BYTES):
             strings = [read(text) for text in batch]
             found: Sequence[tuple[list[int], list[int]] | TokenizerError]
             if out_sizes is not None:
@@ -81,16 +81,3 @@ def encode_stream(
             out.append([i for ids in documents for i in (tokenizer.bos_id, *ids, tokenizer.eos_id)])
             advance(sum(text.stop - text.start for text in batch))
     return np.array(lengths, np.int64)
-
-
-def _batches(texts: Sequence[Text]) -> Iterator[list[Text]]:
-    batch: list[Text] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += text.stop - text.start
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

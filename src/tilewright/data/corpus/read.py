@@ -17,7 +17,7 @@ import xxhash
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import Record, Rejected, rejected
-from tilewright.data.dataset.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
+from tilewright.data.dataset.account import BLANK, DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
 from tilewright.data.sources.documents import Part, Source, cut
 from tilewright.data.sources.path_purpose import Wanted, better_format
 
@@ -230,7 +230,7 @@ class _Sink:
             text = text.replace("\0", "").strip("\n")
             self.account.note("NUL characters removed")
         if not text or text.isspace():
-            self.account.refuse(record, rejected(record.file, "blank document", num_bytes=_num_bytes(document)))
+            self.account.refuse(record, rejected(record.file, BLANK, num_bytes=_num_bytes(document)))
             return None
         try:
             data = text.encode("utf-8")

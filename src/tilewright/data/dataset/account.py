@@ -17,7 +17,8 @@ from tilewright.data.sources.documents import Part, Source, printable
 
 LIMIT = "max_bytes reached"
 NO_DOMAIN = "not in data.domains"
-DUPLICATE = "duplicate"
+DUPLICATE = "exact duplicate"
+BLANK = "blank record"
 TOO_SMALL = "domain too small to hold a part out"
 
 _MOST_ROWS = 1000  # of one reason in the list of rejects; the rest are one row

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +21,9 @@ from tilewright.core.atomic_io import hash_file
 from tilewright.data.common.encoder import FAILS, Spared, choose_encoder, in_batches, with_ranks
 from tilewright.data.common.filter import DropReason
 from tilewright.data.common.guarded_tokenizer import TokenizerError
-from tilewright.data.common.hashing import hash64
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.ranked_bpe import tiktoken_version
-from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, training_sample
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.dataset.account import LIMIT, TOO_SMALL
 from tilewright.data.engine.build_context import Context
@@ -40,8 +38,6 @@ from tilewright.data.stages.stage_order import last_kept
 from tilewright.data.stages.text.windows import Window, windows
 
 SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}
-TOKENIZER_BYTES = 16_000_000
-"""The tokenizer is trained on a sample of this size; more does not change it for the better."""
 RUNS = pa.schema(
     [
         *RECORDS,
@@ -54,7 +50,6 @@ that which repeat the run before, `cluster` of near-copies."""
 UNUSED = {DROPPED: DropReason(TOO_SMALL, 1.0, 2.0), LEFT: DropReason(LIMIT, "", "split.max_bytes")}
 """Part of a record that neither split has -> why it is not used."""
 ENCODER = "encoder.json"
-_ENCODED_TWICE = 64  # texts of a build, to see that both libraries give the same ids
 _BATCH, _BATCH_BYTES = 256, 1 << 20
 """Records that are encoded together, and bytes of them: until its ids are taken a token has some 100 bytes."""
 
@@ -138,8 +133,7 @@ def make_tokenizer(
 
 
 def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
-    """Sample of the training texts for the tokenizer that encodes them, by a seeded hash, in the order of the dataset,
-    so that domains keep their proportions."""
+    """Sample of the training texts for the tokenizer that encodes them, see `training_sample`."""
     docs, sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for shard in shards:
         where = np.load(shard.split / f"{shard.number:05}.npy", allow_pickle=False)
@@ -149,9 +143,7 @@ def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
         docs.append(doc_of(shard.number, row[where == TRAIN]))
         sizes.append(size[where == TRAIN])
     every = np.concatenate(docs)
-    order = np.argsort(hash64(seed, np.arange(len(every))), kind="stable")
-    num = int(np.searchsorted(np.cumsum(np.concatenate(sizes)[order]), TOKENIZER_BYTES)) + 1
-    chosen = np.sort(every[order[:num]])
+    chosen = every[training_sample(np.concatenate(sizes), seed)]
     for shard in shards:
         wanted = row_of(chosen[shard_of(chosen) == shard.number])
         if not len(wanted):
@@ -177,10 +169,10 @@ def write_encoder(
 ) -> Mapping[str, Any]:
     """Write which library encodes the texts of a build into `folder`/encoder.json; ids are the same with each."""
     texts = _sample(_shards_of(records, kept, split), settings.split.seed)
-    num_bytes, sample = 0, list(islice(texts, _ENCODED_TWICE))
+    num_bytes = 0
     for side in kept:
         num_bytes += sum(sum(batch["bytes"]) for _, batch in batches(side / "kept.parquet", ("bytes",)))
-    _, name = choose_encoder(load_tokenizer(tokenizer / "tokenizer"), num_bytes, sample)
+    _, name = choose_encoder(load_tokenizer(tokenizer / "tokenizer"), num_bytes, texts)
     (folder / ENCODER).write_text(json.dumps({"encoder": name}))
     return {}
 

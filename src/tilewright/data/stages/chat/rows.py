@@ -70,4 +70,9 @@ def conversation_of(facts: str) -> Row:
         >>> conversation_of('{"conversation": "{\\\\"messages\\\\": []}"}')
         {'messages': []}
     """
-    return json.loads(json.loads(facts)[CONVERSATION])
+    return json.loads(row_of_facts(facts))
+
+
+def row_of_facts(facts: str) -> str:
+    """The conversation of a record as it is written: all that is trained on."""
+    return json.loads(facts)[CONVERSATION]

@@ -2,20 +2,23 @@
 
 Records are taken in the order of the rule that says which stays. One that resembles a record which stays already goes;
 any other stays. So each record that goes resembles the one that stays, whatever chains of neighbours there are.
+Conversations that say the same, and differ in the system's message or the tools, are no copies: both are trained.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from tilewright.data.common.npy_writer import NpyWriter
-from tilewright.data.engine.declared_inputs import Every, FoundValue, Same, one_unit, per_shard
+from tilewright.data.engine.declared_inputs import AddedSetting, Every, FoundValue, Same, one_unit, per_shard
 from tilewright.data.engine.hash_ranges import read_range, read_rows
 from tilewright.data.engine.stage import BuildStage
+from tilewright.data.stages.chat.settings import TEXT
 from tilewright.data.stages.copies import sketches
 from tilewright.data.stages.copies.exact_copies import DROP, doc_of, drops_of, exact_ranges, row_of, shard_of
 from tilewright.data.stages.copies.minhash import components, shingle_hashes
@@ -28,6 +31,7 @@ CLUSTER_SIMILARITY = 0.5
 INDEX = np.dtype([("doc", "<u8"), ("first", "<u8"), ("count", "<u4"), ("merit", "<u4")])
 VERIFIED = np.dtype([("a", "<u8"), ("b", "<u8"), ("similarity", "<f4")])
 CLUSTER = np.dtype([("doc", "<u8"), ("cluster", "<u8")])
+_SAID = "said.npy"
 _HELD = 512  # records whose shingles are in memory while pairs are verified
 
 
@@ -41,11 +45,13 @@ def candidate_shingles(
     exact: Sequence[Path],
     pairs: Sequence[Path],
     by_score: bool,
+    format: str,
 ) -> Mapping[str, Any]:
     """Shingles of candidates for near-copies: write those, sorted, of a shard's records that are in any candidate pair,
-    and where those of each are."""
+    and where those of each are; of conversations a hash of what is said in each, too."""
     wanted, drops = _docs_in(pairs, index), row_of(drops_of(exact, index)["doc"])
     entries: list[tuple[int, int, int, int]] = []
+    said: list[int] = []
     first = 0
     with NpyWriter(folder / "shingles.npy", np.dtype("<u8")) as out:
         for rows, texts, _ in surviving_texts(records, kept, drops) if len(wanted) else ():
@@ -62,6 +68,9 @@ def candidate_shingles(
                 out.append(own)
                 entries.append((int(docs[i]), first, len(own), int(merit[number])))
                 first += len(own)
+            said += [xxhash.xxh3_64_intdigest(texts[i].encode()) for i in at] if format != TEXT else []
+    if format != TEXT:
+        np.save(folder / _SAID, np.array(said, np.uint64))
     np.save(folder / "index.npy", np.array(entries, INDEX))
     return {"records": len(entries)}
 
@@ -118,7 +127,13 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def resolve(
-    index: int, settings: SimpleNamespace, folder: Path, *, verified: Sequence[Path], shingles: Sequence[Path]
+    index: int,
+    settings: SimpleNamespace,
+    folder: Path,
+    *,
+    verified: Sequence[Path],
+    shingles: Sequence[Path],
+    format: str,
 ) -> Mapping[str, Any]:
     """Resolve near-copies: write which go (`drops.npy`), and the cluster of each record that has one (`clusters.npy`).
 
@@ -128,6 +143,7 @@ def resolve(
         folder: gets the files, both sorted by record.
         verified: folders of the pairs.
         shingles: folders of all shards, which know the merit of each record.
+        format: of what the records are.
     """
     duplicates = settings.duplicates
     pairs = np.concatenate(
@@ -142,7 +158,12 @@ def resolve(
     drops = np.zeros(0, DROP)
     if duplicates.near:
         close = pairs["similarity"] >= np.float32(duplicates.threshold)
-        merit = np.zeros(len(docs), np.int64) if duplicates.keep == "first" else _merits(docs, shingles)
+        if format != TEXT:
+            said = _of_each(docs, shingles, lambda shard, table: np.load(shard / _SAID, allow_pickle=False))
+            close &= said[a] != said[b]
+        merit = np.zeros(len(docs), np.int64)
+        if duplicates.keep != "first":
+            merit = _of_each(docs, shingles, lambda shard, table: table["merit"]).astype(np.int64)
         order = np.lexsort((docs, -merit))
         gone = list(greedy(order, a[close], b[close], pairs["similarity"][close]))
         drops = np.array([(docs[i], docs[j], s) for i, j, s in gone], DROP)
@@ -150,13 +171,16 @@ def resolve(
     return {"near_duplicates": len(drops), "clusters": len(np.unique(clusters["cluster"]))}
 
 
-def _merits(docs: np.ndarray, shingles: Sequence[Path]) -> np.ndarray:
-    found = np.zeros(len(docs), np.int64)
+def _of_each(
+    docs: np.ndarray, shingles: Sequence[Path], column: Callable[[Path, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """A column of each record among near-copies, uint64, by the folder of its shard and the index of that."""
+    found = np.zeros(len(docs), np.uint64)
     shards = shard_of(docs)
     for shard in np.unique(shards).tolist():
         here = np.flatnonzero(shards == shard)
         table = np.load(shingles[shard] / "index.npy", allow_pickle=False)
-        found[here] = table["merit"][np.searchsorted(table["doc"], docs[here])]
+        found[here] = column(shingles[shard], table)[np.searchsorted(table["doc"], docs[here])]
     return found
 
 
@@ -200,6 +224,7 @@ SHINGLES = BuildStage(
         "exact": Every("exact", exact_ranges),
         "pairs": Every("pairs", sketches.band_ranges),
         "by_score": FoundValue(sketches.by_score),
+        "format": AddedSetting("chat.format"),
     },
 )
 VERIFY = BuildStage(
@@ -208,5 +233,9 @@ VERIFY = BuildStage(
 )
 NEAR = BuildStage(
     *("near", "choosing which copies stay", 1, one_unit, resolve, ("duplicates",)),
-    {"verified": Every("verify", sketches.pair_ranges), "shingles": Every("shingles")},
+    {
+        "verified": Every("verify", sketches.pair_ranges),
+        "shingles": Every("shingles"),
+        "format": AddedSetting("chat.format"),
+    },
 )

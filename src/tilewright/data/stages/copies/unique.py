@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.filter import DropReason
+from tilewright.data.dataset.account import DUPLICATE
 from tilewright.data.engine.declared_inputs import Every, Only, Same, per_shard
 from tilewright.data.engine.record_tables import REJECTS, TableWriter, batches
 from tilewright.data.engine.stage import BuildStage
@@ -18,7 +19,7 @@ from tilewright.data.stages.copies.images import BITS, image_units
 from tilewright.data.stages.kept_records import KEPT, reject_of, survivors
 from tilewright.data.stages.stage_order import before_copies
 
-EXACT, NEAR, IMAGE = "exact duplicate", "near-copy", "near-copy of an image"
+NEAR, IMAGE = "near-copy", "near-copy of an image"
 _HELD = 64  # shards whose ids are in memory
 _COLUMNS = ("id", "text", "domain", "path", "part")
 
@@ -52,7 +53,7 @@ def unique_records(
 
     copies, near_copies, pictures = (drops_of(found, index) for found in (exact, [near], images))
     drops = np.concatenate([np.zeros(0, DROP), copies, near_copies, pictures])
-    of_each = [(EXACT, 1.0)] * len(copies) + [(NEAR, duplicates.threshold)] * len(near_copies)
+    of_each = [(DUPLICATE, 1.0)] * len(copies) + [(NEAR, duplicates.threshold)] * len(near_copies)
     of_each += [(IMAGE, float(duplicates.image_distance))] * len(pictures)
     by_row = {row: i for i, row in enumerate(row_of(drops["doc"]).tolist())}
     num_bytes = 0

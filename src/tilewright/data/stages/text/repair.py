@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tilewright.data.common.filter import DropReason
+from tilewright.data.dataset.account import BLANK
 from tilewright.data.engine.declared_inputs import Every, Same, per_shard
 from tilewright.data.engine.record_tables import RECORDS, REJECTS, TableWriter, rows
 from tilewright.data.engine.stage import BuildStage
@@ -19,7 +20,7 @@ from tilewright.data.stages.text.repair_one import repaired, without_lines
 from tilewright.data.stages.text.repeated_lines import line_ranges, load_common
 
 STAGE = "repair"
-_BLANK = DropReason("blank record", 0.0, 1.0)
+_BLANK = DropReason(BLANK, 0.0, 1.0)
 
 
 def repair_shard(

@@ -17,9 +17,11 @@ from tilewright.core.errors import ConfigError
 from tilewright.data.common.filter import DropReason, RecordFilter
 from tilewright.data.common.records import Record
 from tilewright.data.engine.build_settings import RulesSection
-from tilewright.data.engine.declared_inputs import Same, per_shard
+from tilewright.data.engine.declared_inputs import AddedSetting, Same, per_shard
 from tilewright.data.engine.record_tables import REJECTS, TableWriter, record_of, rows
 from tilewright.data.engine.stage import BuildStage
+from tilewright.data.stages.chat.rows import row_of_facts
+from tilewright.data.stages.chat.settings import TEXT
 from tilewright.data.stages.kept_records import KEPT, reject_of
 from tilewright.data.stages.text.text_measures import MEASURES, Measured
 
@@ -105,7 +107,9 @@ class LanguageFilter(RecordFilter):
         return DropReason("min_language_score", score, least) if least is not None and score < least else None
 
 
-def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records: Path) -> Mapping[str, Any]:
+def apply_rules(
+    index: int, settings: SimpleNamespace, folder: Path, *, records: Path, format: str
+) -> Mapping[str, Any]:
     """Apply the rules: judge the records of a shard; writes `kept.parquet`, `rejects.parquet` and `histograms.json`
     into `folder`."""
     rules = settings.rules
@@ -128,7 +132,7 @@ def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records:
                 rejects.append(reject_of(row, STAGE, reason))
                 continue
             data = row["text"].encode()
-            digest = xxhash.xxh3_128_digest(_identity(row, data))
+            digest = xxhash.xxh3_128_digest(_identity(row, data, format))
             kept.append({"row": number, "digest": digest, "bytes": len(data), "language": language})
             num_bytes += len(data)
         counts = {"records": kept.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
@@ -137,9 +141,12 @@ def apply_rules(index: int, settings: SimpleNamespace, folder: Path, *, records:
     return counts
 
 
-def _identity(row: Mapping[str, Any], data: bytes) -> bytes:
-    """The identity of a record for the rules: the text, and of a medium what its facts say of its content."""
-    return data if row["modality"] == "text" else f"{row['modality']}\0{row['facts']}\0".encode() + data
+def _identity(row: Mapping[str, Any], data: bytes, format: str) -> bytes:
+    """The identity of a record for the rules: the text, of a conversation the whole row, with the system's message and
+    the tools, and of a medium what its facts say of its content."""
+    if row["modality"] != "text":
+        return f"{row['modality']}\0{row['facts']}\0".encode() + data
+    return data if format == TEXT else row_of_facts(row["facts"]).encode()
 
 
 def _bin(measure: str, value: float) -> int:
@@ -188,5 +195,5 @@ def find_languages() -> Language:
 
 RULES = BuildStage(
     *("rules", "applying rules", 2, per_shard, apply_rules, ("rules",)),
-    {"records": Same("repair")},
+    {"records": Same("repair"), "format": AddedSetting("chat.format")},
 )
