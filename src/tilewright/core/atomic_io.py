@@ -26,7 +26,7 @@ class FileEntry(TypedDict):
 
 
 def fsync_path(path: Path) -> None:
-    """Atomic IO: force a file's bytes, or a folder's entries, onto the disk."""
+    """Force a file's bytes, or a folder's entries, onto the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -35,7 +35,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Atomic IO: write a small file so that a crash leaves the old one or the new one.
+    """Write a small file so that a crash leaves the old one or the new one.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; the old file is still there.
@@ -50,7 +50,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Hash for atomic IO: XXH3-128 of a file, in hexadecimal, read in 4 MiB pieces."""
+    """Hash a file by XXH3-128, in hexadecimal, read in 4 MiB pieces."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -59,7 +59,7 @@ def hash_file(path: Path) -> str:
 
 
 def file_entries(folder: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
-    """Entries of a manifest for atomic IO: size and hash of files of a folder, by their names in it."""
+    """Size and hash of files of a folder by name: the entries of a manifest."""
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
         for path in sorted(paths)
@@ -107,8 +107,7 @@ def listed_files(folder: Path) -> set[str]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder atomically enough: delete it and what is in it; what another process removes at the same time,
-    all of it included, is fine.
+    """Remove a folder with all in it, even if another process removes parts or all of it at the same time.
 
     Raises:
         OSError: it, or something in it, cannot be removed, or it is no folder.

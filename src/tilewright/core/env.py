@@ -191,7 +191,7 @@ def _generic(name: str, text: str) -> EnvSetting | None:
 
 
 def columns() -> int | None:
-    """Columns that text is wrapped to: COLUMNS, else those of the terminal; None for a file or a pipe."""
+    """The columns that text is wrapped to: COLUMNS, else those of the terminal; None for a file or a pipe."""
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
@@ -306,7 +306,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARA
 
 
 def tokenizer_threads() -> int:
-    """Threads that texts are encoded with: as many as `tokenizers` would take."""
+    """The number of threads that encode texts: as many as `tokenizers` would take."""
     alone = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("0", "false", "off", "no", "n", "f")
     given = os.environ.get("RAYON_NUM_THREADS", "")
     return 1 if alone else int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))

@@ -120,7 +120,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Fp8Choice:
-    """Meaning of 8-bit training on a machine: the two names of the articles, and which matmuls a unit runs."""
+    """How a machine runs 8-bit training: by the two names of the articles, and which matmuls a unit runs."""
 
     mode: Literal["full_fp8", "hybrid_fp16"]
     """full_fp8: linear layers on the FP8 unit. hybrid_fp16: matmuls in 16 bit, on a CPU without instructions for them
@@ -167,7 +167,7 @@ def _multiplied_format(machine: Machine) -> str:
 
 
 def cpu_class(features: Collection[str]) -> str:
-    """Class of the hardware: name of a CPU's, by what decides the speed of its 8- and 16-bit matmuls and how 8-bit ones
+    """Name the class of a CPU by the features that decide the speed of its 8- and 16-bit matmuls, and how 8-bit ones
     are summed.
 
     Args:
@@ -187,7 +187,7 @@ def cpu_class(features: Collection[str]) -> str:
 
 
 def detect_machine(device: str = "auto") -> Machine:
-    """Detect the hardware: reads the facts of this machine.
+    """Detect the facts of this machine's hardware.
 
     Args:
         device: "auto" takes a CUDA GPU where there is one, "cpu" never looks for one, "cuda" insists.
@@ -223,8 +223,7 @@ def detect_machine(device: str = "auto") -> Machine:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """Features of the hardware: vector instruction sets of the CPU that torch may use. Empty where the system has no
-    /proc/cpuinfo.
+    """The vector instruction sets of the CPU that torch may use. Empty on systems without /proc/cpuinfo.
 
     ONEDNN_MAX_CPU_ISA limits those of matmuls, ATEN_CPU_CAPABILITY all others: kernels are chosen, compiled and planned
     as on a CPU that lacks the rest. Values that oneDNN and ATen ignore limit nothing. On ARM neither does.
@@ -234,8 +233,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, st
 
 
 def cpu_limits(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Limits of the hardware: the variables, as "NAME=value", by which torch may not use all vector instruction sets
-    that the CPU has."""
+    """The variables, as "NAME=value", that forbid torch vector instruction sets which the CPU has."""
     features, limits = _cpu_flags(cpuinfo), (env.matmul_limit(environ), env.vector_limit(environ))
     return tuple(f"{name}={value}" for name, value in limits if name and _barred(features, {name: value}))
 
@@ -325,8 +323,7 @@ def _host_memory_bytes() -> int:
 
 
 def _physical_cores() -> int:
-    """Physical cores of the hardware: those of the affinity mask with hyper-threads counted once, but no more than the
-    CPU quota."""
+    """Count the CPU's physical cores in the affinity mask, hyper-threads once, but no more than the CPU quota."""
     if hasattr(os, "sched_getaffinity"):
         mask = os.sched_getaffinity(0)
         topology = Path("/sys/devices/system/cpu")

@@ -11,8 +11,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """Finite value for JSON: with None for each number in it that no double holds: NaN, infinite, or an integer too
-    large.
+    """Replace numbers that no double holds (NaN, infinite, or an integer too large) by None, for JSON.
 
     Mappings and sequences are copied as dicts and lists; everything else comes back as it is.
 

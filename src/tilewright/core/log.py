@@ -26,7 +26,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(verbosity: int = 0, quiet: bool = False) -> None:
-    """Configure the log: sets level and handler of our loggers, for the command line only.
+    """Set level and handler of our loggers, for the command line only.
 
     Args:
         verbosity: 0 warnings, 1 decisions (INFO), 2 and more details (DEBUG).
@@ -75,7 +75,7 @@ def wrap_text(text: str, columns: int | None, hang: int = 2) -> str:
 
 
 def say(what: object = "", *, error: bool = False) -> None:
-    """Say beside the log: prints text or a rich renderable: rich on a terminal, plain text otherwise.
+    """Print text or a rich renderable beside the log: rich on a terminal, plain text otherwise.
 
     Args:
         what: a string (no markup is read in it) or anything rich can print, such as a `rich.table.Table`.
@@ -116,8 +116,8 @@ class Pulse:
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True) if on else None
 
     def at(self, what: Callable[[], str] | str, *, said: bool = True) -> None:
-        """The log's pulse at something else that begins: a phrase, or what gives one; empty while another one speaks.
-        `said`: in a line."""
+        """Change the phrase of the log's pulse when something else begins: a phrase, or a function that returns one;
+        empty while another pulse speaks. `said`: in a line."""
         self._what = what
         if said:
             self.said()

@@ -101,7 +101,7 @@ class MemoryPlan:
 
 
 def memory_plan_of(recipe: Recipe, num_layers: int) -> MemoryPlan:
-    """The memory plan from a recipe's settings alone: the same for all layers."""
+    """Make the memory plan of a recipe's settings alone: the same for all layers."""
     memory = recipe.memory
     parameters, states, inputs = memory.tiers if memory.can.offload else ("device",) * 3
     kept = KIND_OF[recipe.train.activation_checkpoint] if memory.can.activation_checkpoint else "recompute"

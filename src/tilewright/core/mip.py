@@ -25,7 +25,7 @@ class OutOfTime(FitError):
 
 @dataclass(frozen=True)
 class Column:
-    """A variable: what one of it costs, where it lies, and whether it is a whole number."""
+    """A variable of a linear program (MIP): its cost, its bounds, and whether it is a whole number."""
 
     cost: float = 0.0
     lower: float = 0.0
@@ -43,7 +43,7 @@ class LinearRow:
 
     @property
     def content(self) -> "RowContent":
-        """Content of a row of a linear program (MIP): entries without zeros, and its bounds."""
+        """The entries of a linear program's row without zeros, and its bounds."""
         return tuple((place, value) for place, value in self.entries.items() if value), self.lower, self.upper
 
 
@@ -68,8 +68,8 @@ def minimise(
     nodes: int = NODES,
     patience_s: float = PATIENCE_S,
 ) -> Solution | None:
-    """Minimise a linear program with whole numbers (MIP): the cheapest values that hold all constraints; None where
-    there are none. Equal programs are solved once.
+    """Find the cheapest values of a linear program with whole numbers (MIP) that meet all constraints; None if there
+    are none. Equal programs are solved once.
 
     Args:
         columns: variables.

@@ -27,7 +27,7 @@ def call_module(
     on_start: Callable[["subprocess.Popen[str]"], object] = lambda _: None,
     **arguments: object,
 ) -> Any:
-    """Call a subprocess: run `python -m module`, which calls `answer`.
+    """Run `python -m module` as a subprocess, which calls `answer`, and return its result.
 
     Args:
         module: its full name.
@@ -62,7 +62,7 @@ class ModuleWorker:
         self._child: subprocess.Popen[str] | None = None
 
     def call(self, **arguments: object) -> Any:
-        """Call a function in the subprocess: see `call_module`."""
+        """Call the function in the subprocess: see `call_module`."""
         if self._child is None:
             self._child = _started(self._module, arguments, stays=True)
             weakref.finalize(self, _end, self._child)
@@ -115,7 +115,7 @@ def _end(child: "subprocess.Popen[str]") -> None:
 
 
 def _result(module: str, child: "subprocess.Popen[str]", found: dict[str, Any]) -> Any:
-    """Result of a subprocess: its answer.
+    """Read the answer of a subprocess.
 
     Raises:
         TilewrightError, HardwareError: see `call_module`.

@@ -95,8 +95,8 @@ def format_count(count: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Perplexity as a unit: exp(loss) of a loss in nats; infinite where that is more than a double holds, which is from
-    a loss of 709.8.
+    """The perplexity exp(loss) of a loss in nats; infinite where that is more than a double holds, from a loss of 709.8
+    on.
 
     Example:
         >>> perplexity(0.0), perplexity(345_341.0), perplexity(float("nan"))
@@ -226,7 +226,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """Pattern of a numbered name: a module's with its numbers replaced: names with one pattern are of one kind.
+    """Replace the numbers in a module's name: names with one pattern are of one kind.
 
     Example:
         >>> pattern_of("layers.3.mlp.experts.12.up"), pattern_of("conv2d")

@@ -16,8 +16,8 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(?::[0-9]{1,5})?", re.IGNO
 
 
 def own_names(address: str) -> frozenset[str]:
-    """Own names for a web origin: those of a server that listens at `address`: of a loopback address 127.0.0.1,
-    localhost and ::1, of another one also that address and the names of this machine.
+    """The names of a server that listens at `address`, which a web origin may have: 127.0.0.1, localhost and ::1 for a
+    loopback address, else also that address and this machine's names.
 
     Example:
         >>> sorted(own_names("127.0.0.1"))

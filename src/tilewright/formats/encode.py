@@ -27,7 +27,7 @@ _FIXED_POINT_BITS = 20
 
 
 def encode(x: Tensor, spec: FloatSpec, noise: Tensor | None = None) -> Tensor:
-    """Encode FP32 values: round them to a format of 8 bits or fewer.
+    """Round FP32 values to codes of a format of 8 bits or fewer.
 
     Finite values beyond the largest saturate to it, because a scale is chosen such that they are rounding errors.
     Infinities and NaN become NaN, all ones but the sign: an overflow upstream must stay visible. In a format
@@ -65,7 +65,7 @@ def encode(x: Tensor, spec: FloatSpec, noise: Tensor | None = None) -> Tensor:
 
 
 def _encode_subnormal(magnitude: Tensor, spec: FloatSpec, noise: Tensor | None) -> Tensor:
-    """Encode subnormal values: multiples of the smallest one; garbage where the magnitude is normal."""
+    """Encode subnormal values as multiples of the smallest one; garbage where the magnitude is normal."""
     if noise is None:
         magic = spec.smallest * 2.0**FP32_MANTISSA_BITS  # where FP32's own last place is the smallest value
         return (magnitude + magic).view(torch.int32) - _bits(magic)
@@ -102,7 +102,7 @@ def _infinity_code(spec: FloatSpec) -> int:
 
 
 def encode_e8m0(exponent: Tensor) -> Tensor:
-    """Encode as E8M0: codes (uint8) of 2^exponent, integers that saturate at -127 and 127."""
+    """Encode 2^exponent in E8M0: uint8 codes of integers that saturate at -127 and 127."""
     return (exponent.clamp(-E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).to(torch.uint8)
 
 
@@ -113,6 +113,6 @@ def decode_e8m0(qdata: Tensor) -> Tensor:
 
 
 def _bits(value: float) -> int:
-    """Bits to encode: FP32 ones of a positive normal value, which must be exact in FP32."""
+    """The FP32 bits of a positive normal value, which must be exact in FP32."""
     mantissa, exponent = math.frexp(value)  # not by a tensor: this runs while code is traced
     return ((exponent - 1 + _FP32_BIAS) << FP32_MANTISSA_BITS) + int((2 * mantissa - 1) * 2**FP32_MANTISSA_BITS)

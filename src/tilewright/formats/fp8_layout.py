@@ -33,8 +33,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def layout_problems(settings: Mapping[str, Any]) -> list[str]:
-    """Problems of an FP8 layout: differences of a `quantization_config` from this layout, one text per key; empty where
-    there is none.
+    """Compare a `quantization_config` with the stored FP8 layout: one text per key that differs; empty if none does.
 
     Example:
         >>> layout_problems({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"})
@@ -49,13 +48,13 @@ def layout_problems(settings: Mapping[str, Any]) -> list[str]:
 
 
 def layout_tile(settings: Mapping[str, Any]) -> Tile:
-    """Tile of an FP8 layout: the block of a `quantization_config` without problems."""
+    """The tile of the stored FP8 layout: the block of a `quantization_config` without problems."""
     rows, cols = settings["weight_block_size"]
     return Tile(rows, cols)
 
 
 def layout_settings(not_converted: Iterable[str] = ()) -> dict[str, Any]:
-    """Settings of the FP8 layout: the `quantization_config` of weights in 128x128 blocks.
+    """The `quantization_config` of the stored FP8 layout: weights in 128x128 blocks.
 
     Args:
         not_converted: linear layers that keep their 16 or 32 bit, by full name.
@@ -70,8 +69,9 @@ def layout_settings(not_converted: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight to the stored FP8 layout: codes (float8_e4m3fn [N, K]) and power-of-two scales (FP32), in 128x128 blocks.
-    Of a weight on the meta device their shapes, at once: a plan has hundreds of them, and reads nothing else.
+    """Convert a weight to the stored FP8 layout: codes (float8_e4m3fn [N, K]) and power-of-two scales (FP32), in
+    128x128 blocks. For a weight on the meta device it returns their shapes at once: a plan has hundreds of them, and
+    reads nothing else.
 
     Exact for a weight that came from such codes and scales, though not always the same codes: where no element of a
     block uses the upper half of the format, its scale is halved and its codes are doubled.
@@ -89,8 +89,8 @@ def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_stored(qdata_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) -> TiledTensor:
-    """Matrix from the stored FP8 layout: of codes (float8_e4m3fn, or uint8) and scales; nothing is copied where scales
-    are FP32.
+    """Make a matrix from codes (float8_e4m3fn, or uint8) and scales of the stored FP8 layout; nothing is copied if
+    scales are FP32.
 
     Raises:
         ValueError: the shapes do not belong together.

@@ -118,7 +118,7 @@ class IntegerTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an integer tensor as stored: packed codes, scales, zero points."""
+        """The bytes of an integer tensor as stored: packed codes, scales, zero points."""
         rows, cols = self.shape
         codes = rows * -(-cols // 2) if self.spec.bits <= 4 else rows * cols
         return codes + self.scale.nbytes + (0 if self.zero_point is None else self.zero_point.nbytes)
@@ -132,7 +132,7 @@ class IntegerTensor:
     def from_packed(
         cls, stored: Tensor, cols: int, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec
     ) -> "IntegerTensor":
-        """An integer tensor from its packed codes: the matrix of `cols` columns whose `packed()` is `stored`."""
+        """Make an integer tensor from its packed codes: the matrix of `cols` columns whose `packed()` is `stored`."""
         codes = unpack_nibbles(stored, cols) if spec.bits <= 4 else stored
         return cls(codes, scale, zero_point, tile, spec)
 
@@ -200,8 +200,7 @@ def quantize_pairs(weight_MK: Tensor) -> IntegerTensor:
 
 
 def tile_range(x_MK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Range of an integer format's tile: smallest and largest value of each tile and zero: FP32 [GM, GK] each. NaN
-    where an element is."""
+    """The smallest and the largest value of each tile and zero: FP32 [GM, GK] each. NaN where an element is."""
     shape = (x_MK.shape[0], x_MK.shape[1])
     (rows, cols), (grid_rows, grid_cols) = tile.sizes(shape), tile.grid(shape)
     if x_MK.numel() == 0:
@@ -214,7 +213,8 @@ def tile_range(x_MK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 
 def scale_of_range(low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Integer scale and zero point (None: symmetric) for values from `low` to `high`, FP32, low <= 0 <= high."""
+    """The scale and zero point (None: symmetric) of an integer format for values from `low` to `high`, FP32, low <= 0
+    <= high."""
     if symmetric:
         scale = torch.maximum(high / _like(high, spec.highest), low / _like(low, spec.lowest))
         return _decodable(_valid(scale, low, high), low, high, spec, 0.0), None
@@ -243,7 +243,7 @@ def half_scale(scale: Tensor) -> Tensor:
 
 
 def encode_integer(x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec) -> Tensor:
-    """Encode as integers: codes under given scales: int8 [M, K]; values beyond the range are clipped, NaN becomes 0."""
+    """Encode values as integers under given scales: int8 [M, K]; values beyond the range are clipped, NaN becomes 0."""
     shape = (x_MK.shape[0], x_MK.shape[1])
     steps = (x_MK.to(torch.float32) / spread_scale(scale, tile, shape)).round()
     if zero_point is not None:
@@ -252,7 +252,7 @@ def encode_integer(x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile:
 
 
 def decode_integer(codes_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile) -> Tensor:
-    """Decode integers: FP32 values [M, K] of codes."""
+    """Decode integer codes to FP32 values [M, K]."""
     shape = (codes_MK.shape[0], codes_MK.shape[1])
     steps = codes_MK.to(torch.float32)
     if zero_point is not None:
@@ -261,8 +261,8 @@ def decode_integer(codes_MK: Tensor, scale: Tensor, zero_point: Tensor | None, t
 
 
 def _decodable(scale: Tensor, low: Tensor, high: Tensor, spec: IntSpec, zero_point: Tensor | float) -> Tensor:
-    """A decodable scale of integers: the scale, or a smaller one with which the codes of `low` and `high` do not
-    overflow: of values next to the largest number a rounded scale, or a whole zero point, may lead beyond it."""
+    """Lower an integer scale until the codes of `low` and `high` decode without overflow. Near the largest number a
+    rounded scale, or a whole zero point, may lead beyond it."""
     ends = [(x / scale).round() + zero_point for x in (low, high)]
     reached = [(end.clamp(spec.lowest, spec.highest) - zero_point).abs() for end in ends]
     most = torch.maximum(*reached).clamp(min=1.0)
@@ -275,6 +275,6 @@ def _valid(scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, value: float) -> Tensor:
-    """A divisor of an integer format's values as a tensor: on a GPU torch divides by a number through its inverse,
-    which rounds twice."""
+    """A divisor of an integer format's values as a tensor: on a GPU torch divides by a plain number through its
+    inverse, which rounds twice."""
     return torch.full_like(x, value)

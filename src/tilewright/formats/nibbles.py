@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 def pack_nibbles(codes_MK: Tensor) -> Tensor:
-    """Nibbles packed: int8 codes from -8 to 7 -> uint8 [M, B].
+    """Pack int8 codes from -8 to 7 as nibbles, two per byte: uint8 [M, B].
 
     Raises:
         ValueError: a code that needs more than four bits.
@@ -28,7 +28,7 @@ def pack_nibbles(codes_MK: Tensor) -> Tensor:
 
 
 def unpack_nibbles(stored_MB: Tensor, cols: int) -> Tensor:
-    """Nibbles unpacked: the int8 codes [M, cols] of bytes that `pack_nibbles` made.
+    """Unpack nibbles to int8 codes [M, cols], from bytes that `pack_nibbles` made.
 
     Raises:
         ValueError: rows of another length.

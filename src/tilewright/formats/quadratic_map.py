@@ -40,7 +40,7 @@ subnormal, which processors are slow with. Next to the eps of any AdamW it is no
 
 
 def num_blocks(num_elements: int) -> int:
-    """Blocks of the quadratic map: scales of a row with that many elements."""
+    """Count the blocks, each with a scale of the quadratic map, of a row with that many elements."""
     return -(-num_elements // BLOCK)
 
 
@@ -55,7 +55,7 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def encode(x_K: Tensor, noise_K: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Encode by the quadratic map: codes and scales of FP32 values. A block with a value that is not finite gets the
+    """Encode FP32 values by the quadratic map to codes and scales. A block with a value that is not finite gets the
     scale NaN.
 
     Args:
@@ -92,20 +92,20 @@ def encode(x_K: Tensor, noise_K: Tensor, *, signed: bool) -> tuple[Tensor, Tenso
 
 
 def decode(qdata_K: Tensor, scale_B: Tensor) -> Tensor:
-    """Decode by the quadratic map: FP32 values [..., K] of codes with scales [..., B]: int8 ones are signed, uint8 ones
-    are not."""
+    """Decode codes of the quadratic map with scales [..., B] to FP32 values [..., K]: int8 codes are signed, uint8
+    codes are not."""
     code_BK = _blocks(qdata_K).to(torch.int32)
     return _rows(scale_B[..., None] * (code_BK * code_BK.abs()).to(torch.float32), qdata_K)
 
 
 def root(x: Tensor) -> Tensor:
-    """Root for the quadratic map: the FP32 number nearest to the square root. On CPUs torch's own is the next one now
-    and then (MKL)."""
+    """The FP32 number nearest to the square root, for the quadratic map. torch's own root on CPUs is the next number
+    now and then (MKL)."""
     return x.double().sqrt().to(torch.float32)
 
 
 def _blocks(x_K: Tensor) -> Tensor:
-    """Blocks for the quadratic map: rows in [..., B, 128], the last one filled up with zeros."""
+    """Divide rows into blocks of the quadratic map, [..., B, 128], the last one filled up with zeros."""
     size = x_K.shape[-1]
     return F.pad(x_K, (0, -size % BLOCK)).view(*x_K.shape[:-1], num_blocks(size), BLOCK)
 

@@ -32,7 +32,7 @@ class QuantizationError:
 
 
 def sqnr_db(x: Tensor, rounded: Tensor) -> float:
-    """Quantisation error as SQNR: signal to noise in dB over the finite elements; infinite where they are equal."""
+    """The signal to noise of a quantisation in dB (SQNR) over the finite elements; infinite where they are equal."""
     finite = torch.isfinite(x)
     exact = torch.where(finite, x, 0.0).double()
     noise = (exact - torch.where(finite, rounded, 0.0).double()).square().sum()
@@ -71,8 +71,8 @@ def _share(part: Tensor, whole: Tensor) -> float:
 
 
 def _dynamic_range(x_MK: Tensor, tile: Tile) -> float:
-    """Dynamic range beside quantisation error: log2(greatest / least magnitude above zero) of the tile where it is
-    largest; 0 without such elements."""
+    """The dynamic range of the tile where it is largest: log2(greatest / least magnitude above zero); 0 without such
+    elements."""
     if x_MK.numel() == 0:
         return 0.0
     greatest = tile_amax(x_MK, tile)

@@ -53,6 +53,6 @@ def encode_with(
 
 
 def noise_like(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Noise to quantise with: random bits for stochastic rounding: int32 of x's shape."""
+    """Draw random bits for stochastic rounding: int32 of x's shape."""
     info = torch.iinfo(torch.int32)
     return torch.randint(info.min, info.max, x.shape, dtype=torch.int32, device=x.device, generator=generator)

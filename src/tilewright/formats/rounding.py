@@ -38,8 +38,8 @@ def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def split24(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Stochastic rounding to 24 bits: FP32 numbers to BF16 and int8. A number that BF16 has as zero or as infinity is
-    rounded to that.
+    """Split FP32 numbers into BF16 and int8 by stochastic rounding to 24 bits. A number that BF16 has as zero or as
+    infinity is rounded to that.
 
     Args:
         x: FP32.
@@ -81,5 +81,5 @@ def _has_correction(bits: Tensor) -> Tensor:
 
 
 def _not_finite(bits: Tensor) -> Tensor:
-    """Rounding of what is not finite: BF16 patterns of infinities and NaN from their FP32 patterns: a NaN stays one."""
+    """The BF16 patterns of infinities and NaN from their FP32 patterns; a NaN stays one."""
     return (bits >> 16) | ((bits & 0x7FFFFF) != 0).to(torch.int32) * 0x40

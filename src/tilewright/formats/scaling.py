@@ -52,11 +52,11 @@ class Tile:
         return Tile(self.cols, self.rows)
 
     def sizes(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Sizes of scaling's tile: rows and columns of a full one in a matrix of this shape, at least 1."""
+        """The rows and columns of a full tile in a matrix of this shape, at least 1."""
         return self.rows or max(shape[0], 1), self.cols or max(shape[1], 1)
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Grid of scaling's tiles down and across: the shape of the scales."""
+        """The numbers of tiles down and across a matrix: the shape of the scales."""
         rows, cols = self.sizes(shape)
         return -(-shape[0] // rows), -(-shape[1] // cols)
 
@@ -168,8 +168,7 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_values(scale_inv: Tensor, second: Tensor | None = None) -> Tensor:
-    """Values of scaling: scales as stored (FP32, BF16, FP16, E4M3, E5M2 or E8M0) in FP32, exact; times the tensor's
-    own."""
+    """The FP32 values of stored scales (FP32, BF16, FP16, E4M3, E5M2 or E8M0), exact, times the tensor's own scale."""
     if scale_inv.dtype == torch.float8_e8m0fnu:
         scale = decode_e8m0(scale_inv.view(torch.uint8))
     else:
@@ -226,8 +225,8 @@ def _exponent(amax: Tensor, spec: FloatSpec, *, floor: bool) -> Tensor:
 
 
 def exponent_range(spec: FloatSpec) -> tuple[int, int]:
-    """Range of exponents for scaling: least and greatest k of a scale 2^k, such that smallest * 2^k is a normal BF16
-    and max * 2^k is finite."""
+    """The least and the greatest k of a scale 2^k, such that smallest * 2^k is a normal BF16 and max * 2^k is
+    finite."""
     smallest_exponent = 1 - spec.bias - spec.mantissa_bits
     return -126 - smallest_exponent, 127 - spec.max_exponent
 
@@ -240,7 +239,7 @@ def encode_scale_of(scale_inv: Tensor, *, power_of_two: bool = True) -> Tensor:
 
 
 def power_of_two_of(exponent: Tensor) -> Tensor:
-    """Power of two for scaling: 2^k in FP32 for int32 k from -126 to 127."""
+    """The FP32 scale 2^k for int32 k from -126 to 127."""
     return ((exponent + _FP32_BIAS) << FP32_MANTISSA_BITS).view(torch.float32)
 
 

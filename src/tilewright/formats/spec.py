@@ -41,7 +41,7 @@ class FloatSpec:
 
     @property
     def bias(self) -> int:
-        """Exponent bias of a format's spec: added to an exponent before it is stored."""
+        """The bias of a float format, added to an exponent before it is stored."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
@@ -67,7 +67,7 @@ class FloatSpec:
 
     @property
     def eps(self) -> float:
-        """Epsilon of a format's spec: distance from 1 to the next larger value. A rounding error is at most half of it,
+        """The distance from 1 to the next larger value of a format. A rounding error is at most half of it,
         relative."""
         return 2.0**-self.mantissa_bits
 
@@ -86,7 +86,7 @@ FP8_SPECS = {spec.name: spec for spec in (E4M3, E5M2)}
 
 
 def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
-    """Round to a format's spec: the values of `x` as its nearest ones, ties to even; the result is FP32.
+    """Round `x` to the nearest values of a float format, ties to even; the result is FP32.
 
     Overflow gives infinity, NaN stays NaN, the sign of zero is kept.
 

@@ -27,7 +27,7 @@ from tilewright.formats.spec import E2M1, E4M3, E5M2, FloatSpec
 
 @dataclass(frozen=True)
 class OperandFormat:
-    """Target of a quantisation: the format of a matrix's elements, and the scales they have.
+    """The target of a quantisation: the format of a matrix's elements, and their scales.
 
     Example:
         >>> str(FP8_ROW), str(MXFP8), str(NVFP4), MXFP8.bytes_of((4, 100))
@@ -39,7 +39,7 @@ class OperandFormat:
 
     @property
     def tile(self) -> Tile:
-        """Tile of a tiled format: which elements share a scale."""
+        """The tile of a tiled format: which elements share a scale."""
         return self.scale.tile
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class OperandFormat:
 
 
 def fp8_format(element: FloatSpec, tile: Tile, *, power_of_two: bool = True) -> OperandFormat:
-    """The tiled FP8 format: codes with a scale per tile in FP32, a power of two or not."""
+    """Make a tiled FP8 format: codes with an FP32 scale per tile, a power of two or not."""
     return OperandFormat(element, ScaleSpec(tile).relaxed(power_of_two=power_of_two))
 
 
@@ -179,7 +179,7 @@ class TiledTensor:
         return replace(self, qdata=self.qdata[:, start:end], scale_inv=scale_inv)
 
     def transposed(self) -> "TiledTensor":
-        """The tiled tensor transposed: the same codes and scales seen the other way, nothing copied or rounded."""
+        """The transposed tiled tensor: the same codes and scales seen the other way, nothing copied or rounded."""
         return TiledTensor(self.qdata.T, self.scale_inv.T, self.tile.transposed(), self.spec, self.second)
 
 

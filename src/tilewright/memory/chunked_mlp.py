@@ -44,7 +44,7 @@ _ALIGN = 128
 
 
 def chunk_mlps(model: nn.Module, chunks: int, note: Callable[[str], None], *, compile: bool = False) -> list[str]:
-    """Chunk MLPs: make a model's run in chunks.
+    """Make the MLPs of a model run in chunks of tokens.
 
     Args:
         model: with its layers as they will train (`precision.convert` first).
@@ -157,7 +157,7 @@ class _Chunking:
         return why
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a chunked MLP for pickles: whom to report to belongs to this process."""
+        """The state of a chunked MLP that is pickled: the function that it reports to belongs to this process."""
         return vars(self) | {"note": _log.info}
 
 
@@ -229,7 +229,7 @@ class _Held:
         return _Held(self.module, tensors)
 
     def call(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Call a chunked MLP: function(x), which reads the module, with these tensors in it."""
+        """Call function(x), which reads a chunked MLP's module, with these tensors in it."""
         now = _Held.of(self.module).tensors
         if all(now.get(name) is tensor for name, tensor in self.tensors.items()):
             return function(x)
@@ -284,7 +284,7 @@ class _ChunkedFunction(torch.autograd.Function):
 
 
 def _fill(rows_ND: Tensor, size: int, function: Callable[..., Tensor], *others: Tensor) -> Tensor:
-    """Fill the result of a chunked MLP: function(chunk of rows, chunks of others) of all chunks, put together."""
+    """Fill the result of a chunked MLP with function(chunk of rows, chunks of others) of all chunks."""
     out, start = None, 0
     for parts in zip(*(tensor.split(size, dim=-2) for tensor in (rows_ND, *others)), strict=True):
         part = function(*parts)
@@ -317,8 +317,7 @@ class _Surroundings:
 
     @classmethod
     def now(cls, device: torch.device, draws: bool) -> "_Surroundings":
-        """Surroundings of a chunked MLP now: the settings at this moment; random states only where something may be
-        drawn."""
+        """Record the surroundings of a chunked MLP at this moment; random states only if something may be drawn."""
         kind = device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         modes = tuple(mode for mode in _get_current_function_mode_stack() if isinstance(mode, Fp32Functions))
@@ -326,8 +325,8 @@ class _Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Surroundings of a chunked MLP again: inside, everything is as it was then; afterwards the generators are as
-        they were before."""
+        """Restore the surroundings of a chunked MLP inside the context; afterwards the generators are as they were
+        before."""
         enabled, dtype, cached = self.autocast
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cached))

@@ -38,8 +38,7 @@ class _NoDropout(TorchFunctionMode):
 
 @torch.no_grad()
 def why_not_token_wise(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> str | None:
-    """Why a module is not token-wise: None where a token's result does not depend on the tokens beside it, else the
-    reason against it.
+    """Explain why a module is not token-wise; None if a token's result does not depend on the tokens beside it.
 
     Args:
         module: what `run` computes with; it may be in training or evaluation.

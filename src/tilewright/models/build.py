@@ -173,8 +173,8 @@ def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> N
 
 
 def longest_text(section: ModelSection, at_least: int) -> int | None:
-    """Longest text of a folder's model to build: most positions that one may have, where a table of them has fewer than
-    `at_least`.
+    """The longest text that the model of a folder can take; None where its position table has at least `at_least`
+    entries.
 
     Args:
         section: the recipe's `[model]`.
@@ -185,7 +185,7 @@ def longest_text(section: ModelSection, at_least: int) -> int | None:
 
 
 def materialize(model: Any, device: torch.device | str) -> None:
-    """Materialise a built meta decoder: give it real, uninitialised memory on `device`, in place."""
+    """Give a meta decoder real, uninitialised memory on `device`, in place."""
     model.to_empty(device=device)
     model.tie_weights()
 
@@ -229,8 +229,7 @@ def _build_hf(
 
 
 def untrained_notes(section: ModelSection) -> list[str]:
-    """Notes on a built model: the parts of the folder's architecture that the task does not train, in words; empty
-    where it trains all."""
+    """Describe the parts of a folder's architecture that the task does not train, in words; empty if it trains all."""
     text = section.task != "image_classification"
     net, whole = hf_shapes(section.path, section.task), whole_architecture(section.path, section.task)
     parts, share = untrained_parts(net, whole, text=text)
@@ -311,8 +310,8 @@ ARCHITECTURES = (DECODER, HF)
 
 
 def spec_of(architecture: str | ModelSpec) -> ModelSpec:
-    """The spec of an architecture to build: answers of `model.kind`, or of `Model.architecture`. One that is named by
-    its path, package.module:NAME, is imported.
+    """Find the spec of an architecture by `model.kind` or `Model.architecture`. One that is named by its path,
+    package.module:NAME, is imported.
 
     Raises:
         ConfigError: nothing is there, or something else.
@@ -348,9 +347,8 @@ def _no_architecture(path: str, reason: str) -> ConfigError:
 
 
 def with_architecture(loaded: Loaded, spec: ModelSpec) -> Loaded:
-    """Build with an architecture: a recipe that trains an architecture of the caller's own, for
-    `training.session.train` and the planner. Its run.toml has the name, which no other process knows; `model.kind` may
-    be its import path instead."""
+    """Change a recipe so that it trains an architecture of the caller's own, for `training.session.train` and the
+    planner. Its run.toml has the name, which no other process knows; `model.kind` may be its import path instead."""
     recipe = loaded.recipe
     return replace(loaded, recipe=recipe.model_copy(update={"model": recipe.model.model_copy(update={"kind": spec})}))
 
@@ -372,6 +370,6 @@ class _NoInit(TorchFunctionMode):
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Build shapes only: new tensors inside have a shape and a dtype, and no bytes."""
+    """Make new tensors inside the context with a shape and a dtype, and no memory."""
     with torch.device("meta"), _NoInit():
         yield

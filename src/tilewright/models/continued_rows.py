@@ -63,7 +63,7 @@ class RowBytes:
 
 
 class Row:
-    """One row: its ids, and the cache of those that have run."""
+    """A row that is continued: its token ids, and its cache once it has run."""
 
     def __init__(self, ids: Sequence[int], cache: Any):
         self.ids = list(ids)
@@ -114,7 +114,7 @@ class RowBatch:
             return Row(ids, self._model.new_cache(1, len(ids) + num_new))
 
     def prefill(self, row: Row) -> Tensor | None:
-        """Prefill a continued row: run the next chunk of its prompt. FP32 [V] on the CPU at its end, else None."""
+        """Run the next chunk of a row's prompt. Returns FP32 logits [V] on the CPU at its end, else None."""
         whole = row.cache is None
         chunk = row.ids[0 if whole else row.num_run :]
         with inference(self._model):
@@ -125,8 +125,7 @@ class RowBatch:
         return None if row.in_prompt else logits_BV[0].cpu()
 
     def step(self, rows: Sequence[Row], tokens: Sequence[int], *, filled: bool = True) -> Tensor:
-        """Step continued rows: append a token to each, whose prompts have run. FP32 logits [B, V] on the CPU of what
-        follows.
+        """Append a token to each row whose prompt has run. Returns FP32 logits [B, V] on the CPU of what follows.
 
         Args:
             rows: at least one.

@@ -29,7 +29,7 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Tensor:
-    """Generate: rows of token ids, continued.
+    """Continue rows of token ids.
 
     Args:
         model: a causal language model, on the device of `input_ids_BS`.
@@ -76,8 +76,7 @@ def stream(
     stop_ids: Collection[int] = (),
     seed: int | None = None,
 ) -> Iterator[int]:
-    """Generate as a stream: the new tokens of one row, each as soon as it is drawn. Whoever stops to ask for them stops
-    the model.
+    """Yield the new tokens of one row, each as soon as it is drawn. The model stops when the caller stops asking.
 
     Between two tokens the model is in the mode that it was in, and may be used by others.
 
@@ -130,8 +129,8 @@ def continue_rows(
     is_done: Callable[[int, list[int]], bool],
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """Generate for rows of different lengths: their new tokens. Rows are not padded: a longer one is fed from its
-    prompt while shorter ones are already continued, so prompts of similar lengths belong together.
+    """Continue rows of different lengths and return their new tokens. Rows are not padded: a longer row is still fed
+    from its prompt while shorter ones are continued, so prompts of similar lengths belong together.
 
     Args:
         model: a causal language model, on the device of the prompts.

@@ -79,7 +79,7 @@ class ModelSpec:
     `compress.graph.trace.GRAPHS`, or none."""
 
     def folder_config(self, config: Any, dtype_name: str) -> dict[str, Any]:
-        """An architecture's spec: config.json of a model's folder.
+        """Make the config.json of an architecture's folder.
 
         Raises:
             CheckpointError: no layout of a folder holds the architecture, or this shape of it.
@@ -95,7 +95,7 @@ class ModelSpec:
         return dict(self.write_config(config, dtype_name))
 
     def read_folder(self, folder: Path | str) -> DecoderConfig:
-        """An architecture's spec: read the shape of a folder's model.
+        """Read the shape of a model from its folder.
 
         Raises:
             CheckpointError: it is no folder of this architecture.

@@ -42,8 +42,8 @@ class TeacherFolder:
 
 
 def stream_width(model: Model) -> int:
-    """Width of a teacher's stream: numbers per position between layers of a language model, whose head may read fewer
-    (as OPT's does)."""
+    """The width of a teacher's stream between layers; the head of a language model may read fewer numbers (as OPT's
+    does)."""
     config = model.config
     return config.dim if isinstance(config, DecoderConfig) else config.get_text_config().hidden_size
 
@@ -86,8 +86,8 @@ READ = "read.json"
 
 
 def stream_of(recipe: Recipe) -> str:
-    """The stream that a teacher's rows are kept by: a hash of all that a recipe's rows and their order are a function
-    of; "" where they depend on the run itself."""
+    """Hash all settings that a recipe's rows and their order follow from: the stream that a teacher's rows are kept by;
+    "" if they depend on the run itself."""
     if recipe.data.mixing.policy not in ("off", "static"):
         return ""
     data = recipe.data.model_dump_json(exclude={"cache_dir"})
@@ -105,7 +105,7 @@ def all_rows_are_kept(recipe: Recipe) -> bool:
 
 
 def note_rows(folder: Path, stream: str, steps: int) -> None:
-    """Note a teacher's rows: say that each one of so many steps of a stream is in a folder.
+    """Record that a folder has a teacher's rows of so many steps of a stream.
 
     Raises:
         OSError: it cannot be written.
@@ -118,7 +118,7 @@ def note_rows(folder: Path, stream: str, steps: int) -> None:
 
 
 def _streams(folder: Path) -> dict[str, int]:
-    """Streams of a teacher's kept rows: steps by each; none of a file that is not there or damaged."""
+    """Count the steps of a teacher's kept rows by stream; none if the file is missing or damaged."""
     try:
         found = json.loads((folder / READ).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -193,7 +193,7 @@ def keeps_mask(candidate: str, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def attention_kind(device_type: str, head_dim: int, packed: bool, windowed: bool = False) -> str:
-    """Kind of a call of attention by name: on CPUs the window alone tells.
+    """Name the kind of an attention call; on CPUs the window alone decides it.
 
     Example:
         >>> attention_kind("cuda", 128, True), attention_kind("cuda", 512, False), attention_kind("cpu", 512, True)

@@ -108,7 +108,7 @@ class Int8Weight:
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias_N: Tensor | None = None) -> Tensor:
-    """INT8 linear: a layer with operands in 8-bit integers; see the module.
+    """Run a linear layer with operands in 8-bit integers; see the module.
 
     Example:
         >>> from tilewright.core.hardware import detect_machine

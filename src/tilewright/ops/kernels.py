@@ -114,7 +114,7 @@ class Kernels:
 
     @classmethod
     def default(cls) -> "Kernels":
-        """The default kernels: the best implementations for the machine this runs on."""
+        """Choose the best implementations of all operations for the machine this runs on."""
         return cls(detect_machine())
 
     @classmethod
@@ -124,7 +124,7 @@ class Kernels:
         return cls(machine, ops.model_dump(), loss_chunk_bytes=loss_chunk_bytes, attention_block=attention_block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kernels":
-        """Kernels of a copied model are shared: nothing here changes, and built libraries cannot be copied."""
+        """Return the same kernels for a copied model: nothing here changes, and built libraries cannot be copied."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], "Kernels"], tuple[str]]:
@@ -142,7 +142,7 @@ class Kernels:
     def linear(
         self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, queue: WeightGradientQueue | None = None
     ) -> Tensor:
-        """The kernel of a linear layer: see `ops.linear`. With a `queue` the weight's gradient waits where that takes
+        """Run a linear layer by its kernel: see `ops.linear`. With a `queue` the weight's gradient waits if that takes
         it (`ops.base.weight_gradient_queue`)."""
         run = self._find("linear", x.device.type, x.dtype)
         if queue is None:
@@ -156,7 +156,7 @@ class Kernels:
         return choice is not None and choice.candidate.name == "native"
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """The kernel of RMS norm: see `ops.norm`."""
+        """Normalise by RMS with the chosen kernel: see `ops.norm`."""
         return self._find("rms_norm", x.device.type, x.dtype)(x, weight_D, eps)
 
     def attention(
@@ -170,8 +170,8 @@ class Kernels:
         block: int | None = None,
         window: int = 0,
     ) -> Tensor:
-        """The kernel of attention: see `ops.attention`. `block`: query rows at a time, 0 for all, None for
-        `attention_block`."""
+        """Compute attention by the chosen kernel: see `ops.attention`. `block`: query rows at a time, 0 for all, None
+        for `attention_block`."""
         rows = self.attention_block if block is None else block
         if window < 0:
             raise ValueError(f"a window has at least 1 position, or is 0 for all before, not {window}")
@@ -218,7 +218,7 @@ class Kernels:
         *,
         segments: Segments = None,
     ) -> Tensor:
-        """The kernel of linear attention: see `ops.attention`."""
+        """Compute linear attention by the chosen kernel: see `ops.attention`."""
         run = self._find("linear_attention", q_BHSD.device.type, q_BHSD.dtype)
         return run(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_of(segments))
 
@@ -248,8 +248,8 @@ class Kernels:
         *,
         classes: ClassSlice | None = None,
     ) -> TokenLosses:
-        """The kernel of the output matrix's loss: see `ops.loss`. With a `queue` as `linear`, but for the reference;
-        with `classes` of some of them."""
+        """Compute the output matrix's loss by the chosen kernel: see `ops.loss`. `queue`: as in `linear`, but not for
+        the reference; `classes`: some of them."""
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
         if classes is not None:
             return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes, queue, classes)
@@ -261,21 +261,21 @@ class Kernels:
         return self._find("master_adam" if masters else "adam", device_type, dtype)
 
     def low_bit_adam(self, tensors: LowBitTensors, hyper: AdamHyper) -> None:
-        """The kernel of AdamW with moments in 8 bits: see `ops.adam`."""
+        """Update by AdamW with moments in 8 bits, by the chosen kernel: see `ops.adam`."""
         self._find("low_bit_adam", tensors.target.device.type, tensors.target.dtype)(tensors, hyper)
 
     def follow_writes(self, master: Tensor, weight: Tensor) -> None:
-        """The kernel that follows writes: gives FP32 masters the values that others wrote to their 16-bit weights: see
+        """Give FP32 masters the values that others wrote to their 16-bit weights, by the chosen kernel: see
         `ops.adam`."""
         self._find("follow_writes", weight.device.type, weight.dtype)(master, weight)
 
     def newton_schulz(self, device_type: str) -> Callable[..., Tensor]:
-        """The kernel of Muon's iteration on this device: a function, which has its argument to itself. See
+        """The chosen kernel of Muon's iteration on this device: a function, which has its argument to itself. See
         `ops.newton_schulz`."""
         return self._find("newton_schulz", device_type, torch.bfloat16)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The kernel of SwiGLU: silu(gate) * up, FP32 inside; one form only, fused by the compiler."""
+        """Compute SwiGLU, silu(gate) * up, in FP32 inside; it has one form only, which the compiler fuses."""
         return ref.swiglu(gate, up)
 
     def rope(self, x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
@@ -283,34 +283,34 @@ class Kernels:
         return ref.rope(x_BSHD, cos_BSD, sin_BSD)
 
     def quantize(self, x_MK: Tensor, form: OperandFormat, *, noise: Tensor | None = None) -> TiledTensor:
-        """The kernel that quantises a matrix: see `ops.quantize`."""
+        """Quantise a matrix by the chosen kernel: see `ops.quantize`."""
         kind = quantize_kind(form, noise)
         return self._find("quantize", x_MK.device.type, x_MK.dtype, kind)(x_MK, form, noise)
 
     def quantize_both(self, x_MK: Tensor, form: OperandFormat) -> tuple[TiledTensor, TiledTensor]:
-        """The kernel that quantises a matrix by rows and by columns: see `ops.quantize`."""
+        """Quantise a matrix by rows and by columns, by the chosen kernel: see `ops.quantize`."""
         return self._find("quantize_both", x_MK.device.type, x_MK.dtype, quantize_kind(form))(x_MK, form)
 
     def tile_gemm(
         self, a: TiledTensor, b: TiledTensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype
     ) -> Tensor:
-        """The kernel of the GEMM of two quantised matrices: see `ops.gemm`."""
+        """Multiply two quantised matrices by the chosen kernel: see `ops.gemm`."""
         return self._find("tile_gemm", a.qdata.device.type, out_dtype, kind_of(a, b))(a, b, bias_N, out_dtype)
 
     def rms_norm_quantize(
         self, x: Tensor, weight_D: Tensor, eps: float, form: OperandFormat
     ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """The kernel of RMS norm with its result quantised: see `ops.quantize`."""
+        """Normalise by RMS and quantise the result, by the chosen kernel: see `ops.quantize`."""
         return self._find("rms_norm_quantize", x.device.type, x.dtype, quantize_kind(form))(x, weight_D, eps, form)
 
     def swiglu_quantize(self, gate: Tensor, up: Tensor, form: OperandFormat) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """The kernel of SwiGLU with its result quantised: see `ops.quantize`."""
+        """Compute SwiGLU and quantise the result, by the chosen kernel: see `ops.quantize`."""
         run = self._find("swiglu_quantize", gate.device.type, gate.dtype, quantize_kind(form))
         return run(gate, up, form)
 
     def explain(self) -> list[dict[str, object]]:
-        """Explain the kernels: one row an operation and case: op, case, chosen (None: nothing can run it; `Op.instead`
-        where callers would not run the reference), rejected [(candidate, reason)]."""
+        """Explain which kernels were chosen, a row per operation and case: op, case, chosen (None: nothing can run it;
+        `Op.instead` where callers would not run the reference), rejected [(candidate, reason)]."""
         rows = [
             {
                 "op": choice.op,

@@ -33,7 +33,7 @@ from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 
 
 def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """The linear operation by torch's own GEMM: oneDNN on CPU (AMX tiles for BF16 where the processor has them), cuBLAS
+    """Run a linear layer by torch's own GEMM: oneDNN on CPU (AMX tiles for BF16 where the processor has them), cuBLAS
     on CUDA."""
     return F.linear(x, weight_MK.to(x.dtype), None if bias_M is None else bias_M.to(x.dtype))
 

@@ -138,8 +138,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return self.format
 
     def state_layout(self, param: Tensor) -> Layout:
-        """Layout of Adam's states: shape and dtype of each of a parameter but `step`, from its own shape and dtype
-        (meta will do)."""
+        """Shape and dtype of each of Adam's states of a parameter but `step`, from its own shape and dtype (meta will
+        do)."""
         return self.format_of(param).layout(param.shape, param.dtype)
 
     def _init_state(self, param: Tensor) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
             self._init_state(param)
 
     def state_dict(self) -> dict[str, Any]:
-        """Adam's state for a checkpoint: see torch.
+        """Adam's state dict, as torch's.
 
         Raises:
             ConfigError: a parameter has states and is in no group any more.
@@ -214,7 +214,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """A step of Adam: one update of every parameter that has a gradient. Returns the closure's loss, if any.
+        """Update every parameter that has a gradient once by Adam. Returns the closure's loss, if any.
 
         Where memory runs out on the way, call it again: see `step_params`.
 
@@ -246,8 +246,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
-        """A step of Adam on some parameters: one update, with the settings of their groups. The result of a step does
-        not depend on which parameters are updated together, or in which order. Hooks of `step` are not called.
+        """Update some parameters once by Adam, with the settings of their groups. The result of a step does not depend
+        on which parameters are updated together, or in which order. Hooks of `step` are not called.
 
         Where an error comes out of it, of an allocator say, each parameter was updated whole or not at all, and those
         that were have no gradient any more: called again with what has one still, it continues where it stood.
@@ -313,7 +313,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return AdamHyper(step, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.seed)
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
-        """A low-bit step of Adam: contiguous tensors are updated in place, others by way of a copy."""
+        """Update a parameter by Adam with low-bit states: contiguous tensors in place, others by way of a copy."""
         place, state, weight = self._place(param), self._held_state(param), local(param.data)
         written = {"target": state.get("master", weight), "low": state.get("low")}
         written["weight"] = weight if "master" in state else None
@@ -329,11 +329,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 tensor.copy_(flat[name])
 
     def _held_state(self, param: Tensor) -> dict[str, Tensor]:
-        """State that Adam holds: this rank's part of a parameter's."""
+        """This rank's part of Adam's state of a parameter."""
         return {name: local(value) for name, value in self.state[param].items()}
 
     def _followed_state(self, param: Tensor) -> dict[str, Tensor]:
-        """State of Adam that follows writes: this rank's part, with what was written to the parameter since."""
+        """This rank's part of Adam's state, after it has followed writes to the parameter."""
         state = self._held_state(param)
         if "master" in state:
             self.kernels.follow_writes(state["master"], local(param.data))
@@ -342,7 +342,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def _batches(
         self, params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> dict["_Alike", list[tuple[Tensor, Tensor]]]:
-        """Batches of an Adam update: parameters and their gradients by what a call has in common."""
+        """Batch the parameters and gradients of an Adam update by what a call has in common."""
         batches: dict[_Alike, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in zip(params, grads, strict=True):
             state = self.state[param]
@@ -354,7 +354,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return batches
 
     def _row(self, param: Tensor, grad: Tensor, alike: "_Alike") -> tuple[Any, ...]:
-        """Row of an Adam update: what is updated, gradient, moments, its number and its elements', weight."""
+        """One row of an Adam update: updated tensor, gradient, moments, its number and its elements', weight."""
         state = self._held_state(param) if alike.in_pass else self._followed_state(param)
         # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
         weight = local(param.data)
@@ -384,8 +384,8 @@ class _ParamSlot:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Key of parameters that one call may update: group, number of the update, device, narrowest dtype
-    stored, and whether masters are what is updated."""
+    """Key of the parameters that one Adam call may update: group, number of the update, device, narrowest stored dtype,
+    and whether masters are updated."""
 
     group: int
     step: int

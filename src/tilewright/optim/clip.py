@@ -90,8 +90,8 @@ class GradClip:
         return result
 
     def clamp(self, grads: list[Tensor], inv_scale: float = 1.0) -> None:
-        """Clamp before clipping: bring each element of the true gradient within `elements`, in place; nothing where
-        there is no bound."""
+        """Clamp each element of the true gradient to `elements`, in place, before the norm is clipped; does nothing
+        without a bound."""
         if self.elements and grads:
             torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
             torch._foreach_clamp_max_(grads, self.elements / inv_scale)
@@ -119,7 +119,7 @@ class GradClip:
         self.mean_norm += weight * (norm - self.mean_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of clipping: the running mean; plain numbers."""
+        """The state of clipping: the running mean, as plain numbers."""
         return {"mean_norm": self.mean_norm, "num_norms": self.num_norms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -45,7 +45,8 @@ class DelayedClip:
 
     @torch.no_grad()
     def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor) -> None:
-        """Clip with delay: scale the gradients of `params`, whose lengths are `norms` [len(params)] on their device.
+        """Scale the gradients of `params` by the norms of earlier steps; `norms` [len(params)] are theirs, on their
+        device.
 
         Nothing is read back to the host, and nothing changes before all memory is there.
         """

@@ -44,7 +44,7 @@ def gradient_values(params: Iterable[Tensor]) -> list[list[Tensor]]:
 def total_norm(
     lists: list[list[Tensor]], row: dist.ProcessGroup | None = None, experts: dist.ProcessGroup | None = None
 ) -> float:
-    """Total norm of gradients: Euclidean, of all values together, over all ranks where they are sharded.
+    """The Euclidean norm of all gradients together, over all ranks where they are sharded.
 
     Args:
         lists: from `gradient_values`.
@@ -84,7 +84,7 @@ def _cut_along(value: DTensor) -> tuple[int, ...]:
 
 
 def _joined(norm: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Joined norm of gradients: that of what all ranks of a group have, from that of what each has."""
+    """Join the norms of a group's ranks, each over its own gradients, to the norm over all."""
     square = torch.tensor(norm * norm, dtype=torch.float64, device=device)
     dist.all_reduce(square, group=group)
     return math.sqrt(square)

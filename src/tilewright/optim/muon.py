@@ -114,7 +114,7 @@ class Muon(DeepSeekAdam):
         super().add_param_group(group)
 
     def format_of(self, param: Tensor) -> StateFormat:
-        """Format of Muon's states of a parameter: those of a matrix have no second moment."""
+        """The format of Muon's states of a parameter: those of a matrix have no second moment."""
         return replace(self.format, second=not self._is_muon(param))
 
     @property
@@ -124,7 +124,7 @@ class Muon(DeepSeekAdam):
         return any(self._is_muon(param) and bool(axes_of(param)[0]) for param in self._all_params())
 
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
-        """A step of Muon on some parameters: see `DeepSeekAdam`."""
+        """Update some parameters once by Muon: see `DeepSeekAdam`."""
         for param in params:
             group = self.param_groups[self._place(param).group]
             if group.get("muon"):

@@ -31,8 +31,8 @@ Cut = tuple[int, ...]
 
 
 def axes_of(param: Tensor) -> tuple[Axes, Cut]:
-    """Axes of Muon's shards: the ranks that hold parts of this matrix, and how it is cut; none where this one holds all
-    of it, or whole matrices of a stack."""
+    """The axes along which ranks hold parts of this matrix, and how it is cut; none if this rank holds all of it, or
+    whole matrices of a stack."""
     if not isinstance(param, DTensor) or param.ndim != 2:
         return (), ()
     found = [
@@ -44,7 +44,7 @@ def axes_of(param: Tensor) -> tuple[Axes, Cut]:
 
 
 def rounds(params: Sequence[DTensor], axes: Axes) -> Iterator[list[int]]:
-    """Rounds of Muon over shards: indices of the matrices of each, the same on all ranks."""
+    """Divide sharded matrices into Muon's rounds: indices of the matrices of each, the same on all ranks."""
     order = sorted(range(len(params)), key=lambda index: -params[index].numel())  # stable
     size = prod(size for _, size in axes)
     for start in range(0, len(order), size):
@@ -60,7 +60,7 @@ def directions(
     kernels: Kernels,
     like: Tensor | None = None,
 ) -> list[Tensor]:
-    """Directions of Muon's shards: this rank's part of each.
+    """Compute Muon's directions for sharded matrices: this rank's part of each.
 
     Args:
         parts_RC: this rank's part of each matrix of a round, BF16.
@@ -101,8 +101,7 @@ def directions(
 
 
 def _pieces(shape: torch.Size, cut: Cut, size: int, rest: Axes) -> list[tuple[int, ...]]:
-    """Pieces of Muon's shards: shapes of the parts of the ranks along the first axis, of what those of the others leave
-    of a matrix."""
+    """The shapes of a matrix's parts on the ranks of the first axis, within what the other axes leave of it."""
     left = list(shape)
     for dim, (_, others) in zip(cut[1:], rest, strict=True):
         left[dim] //= others  # even where several axes cut

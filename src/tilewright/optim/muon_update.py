@@ -120,8 +120,8 @@ class MatrixUpdate:
             self.param.copy_(state["master"])
 
     def _next_momentum(self, grad: Tensor) -> tuple[Tensor, Writes]:
-        """Next momentum of a Muon update: after this gradient, not rounded, and what is stored of it where it is in 16
-        or 8 bits."""
+        """The next momentum of a Muon update after this gradient: not rounded, and the value to store if it is in 16 or
+        8 bits."""
         exp_avg, rate = self.state["exp_avg"], 1 - self.hyper.momentum
         if exp_avg.dtype == grad.dtype:
             return exp_avg.lerp(grad, rate), []
@@ -147,7 +147,7 @@ class MatrixUpdate:
         return new_RK.view(grad.shape), [*writes, (scale_RB, new_scale_RB.view(scale_RB.shape))]
 
     def _rounded_weights(self, change: Tensor, decay: float) -> Writes:
-        """Rounded weights of a Muon update: stored ones, BF16 alone or with 8 bits more, times `decay` plus
+        """Round the weights of a Muon update: stored ones, BF16 alone or with 8 bits more, times `decay` plus
         `change`."""
         target, low = self._target, self.state.get("low")
         shape_RK = self._rows(target, None)
@@ -167,7 +167,7 @@ class MatrixUpdate:
         return [*writes, (low, new_low_RK.view(target.shape))]
 
     def _chunks(self, shape_RK: tuple[int, int], stream: int = 0) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-        """Chunks of a Muon update: parts of rows, each with 32 random bits for each of its elements."""
+        """Cut a Muon update into parts of rows, each with 32 random bits for each of its elements."""
         seed = self.hyper.rounding.stream(self.number, stream, self.first)
         (num_rows, length), device = shape_RK, self.param.device
         chunk = GPU_CHUNK if device.type == "cuda" else CHUNK

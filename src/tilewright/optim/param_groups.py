@@ -65,7 +65,7 @@ def _groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Setting:
-    """Rule for a setting: in words, as a test, and a usual value."""
+    """A rule for an optimizer setting: in words, as a test, and a usual value."""
 
     need: str
     holds: Callable[[Any], bool]
@@ -124,7 +124,8 @@ _MUON_FLAG = {"muon": Setting("True or False", _flag, '"muon": True')}
 
 @dataclass(frozen=True)
 class _Foreign:
-    """A setting of torch's optimizers: the values, with False and None, at which it changes nothing; another way."""
+    """A setting of torch's optimizers that ours lacks: the values at which it changes nothing (also False and None),
+    and another way."""
 
     harmless: tuple[bool, ...]
     instead: str

@@ -120,7 +120,7 @@ def of_layout(layout: Layout) -> str:
 def loadable(
     saved: Mapping[str, Any], params: Sequence[Tensor], formats: Sequence[StateFormat]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Loadable optimizer states: those of a `state_dict` by parameter, each on its parameter's device; nothing is
+    """Convert the states of a `state_dict` for loading, by parameter, each on its parameter's device; nothing is
     changed.
 
     Args:

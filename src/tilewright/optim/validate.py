@@ -20,7 +20,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_param(param: Tensor, format: StateFormat) -> None:
-    """Validate a parameter: raise where it cannot be updated with states of this format.
+    """Raise if a parameter cannot be updated with states of this format.
 
     Raises:
         ConfigError: its dtype, or its sharding.
@@ -39,7 +39,7 @@ def check_param(param: Tensor, format: StateFormat) -> None:
 
 
 def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: StateFormat) -> None:
-    """Validate an update: raise where this gradient cannot be applied to this parameter.
+    """Raise if this gradient cannot be applied to this parameter.
 
     Args:
         param: a parameter of the optimizer.
@@ -80,8 +80,7 @@ def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: 
 
 
 def check_not_replaced(params: Iterable[Tensor]) -> None:
-    """Validate that none was replaced: raise where `fully_shard` has put another parameter into the model instead of
-    one of these.
+    """Raise if `fully_shard` has replaced one of these parameters in the model.
 
     Raises:
         ConfigError: these parameters will never have a gradient again.

@@ -146,7 +146,7 @@ def decide(
 
 
 def free_planner(loaded: Loaded, site: Site) -> Planner:
-    """The planner that decides with everything free: it looks for the fastest plan of all."""
+    """Make the planner that may decide everything: it looks for the fastest plan of all."""
     loaded = on_machine(loaded, site.machine)
     open_formats = frozenset(name for name in FORMAT_FIELDS if loaded.sources.get(name, DEFAULT) == DEFAULT)
     said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
@@ -170,7 +170,8 @@ def variants(loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 
 def user_settings(loaded: Loaded) -> frozenset[str]:
-    """Names of the settings that bind a decision: those that come neither from defaults nor from the run's own plan."""
+    """Names of the settings that the user has set, which bind a decision: neither defaults nor those of the run's own
+    plan."""
     own = DEFAULT, f"plan {PLAN_FILE}", f"plan {AUTO}"
     return frozenset(name for name, source in loaded.sources.items() if source not in own)
 
@@ -183,7 +184,7 @@ def typed_too(loaded: Loaded, settings: Mapping[str, Any]) -> Loaded | None:
 
 
 def _least_change(planner: Planner, loaded: Loaded, site: Site, same_numbers: bool) -> Plan | None:
-    """The decision with the least change: the plan of the first stage that has one; None where nothing fits."""
+    """Decide with the least change to a recipe: the plan of the first stage that has one; None where nothing fits."""
     recipe, least = planner.recipe, None
     fused = fuses(planner.shape(recipe).compiled, site.machine)
     for number, stage in enumerate(stages(recipe, user_settings(loaded), fused=fused, same_numbers=same_numbers)):

@@ -104,8 +104,8 @@ class Plan:
 
     @property
     def state(self) -> State:
-        """The state of a plan: the run beside its budgets. What is known of a run may be too much already where the
-        rest is not known."""
+        """The state of a plan, by its run beside the budgets. The known part of a run may exceed them where the rest is
+        not known."""
         over_host = bool(self.host) and self.host_bytes > self.budget.host
         if self.peak_bytes > self.budget.device or over_host:
             return "does not fit"
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def rest_s(self) -> float:
-        """Planned seconds of a step that are in no row: between embedding, layers and head, and of communication."""
+        """Planned seconds of a step that are in no row: work between embedding, layers and head, and communication."""
         return total_s(one for one in self.around if one.visit != HEAD)
 
     @property
@@ -193,8 +193,8 @@ class Plan:
 
     @property
     def least_device(self) -> float:
-        """The plan's least budget: device memory of a budget in which this plan is accepted: what it takes,
-        `plan.margin`, and on a GPU what its allocator cannot hand out."""
+        """The least device budget in which this plan is accepted: its bytes, `plan.margin`, and on a GPU the bytes that
+        its allocator cannot hand out."""
         lost = 0.0 if self.machine.device == "cpu" else FRAGMENTS
         taken = self.peak_bytes - lost * self.budget.device
         return _SPARE * taken / (self._left * (1 - lost))
@@ -293,7 +293,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """The plan's verdict in a sentence: the fit, the speed, and what memory is scarce."""
+        """The plan's verdict in a sentence: fit, speed, and the scarce memory."""
         peak, unknown = format_bytes(self.peak_bytes), self.shape.unknown
         budget = format_bytes(self.budget.device)
         each = self.setting.shards.of_each

@@ -116,8 +116,8 @@ class PlanFile:
 
 
 def fingerprint(shape: ModelShape) -> str:
-    """The fingerprint in a plan file of what it was made for: the layers' structure and number, the ends, the length of
-    rows."""
+    """The fingerprint of the shape that a plan file was made for: the layers' structure and number, the ends, the
+    length of rows."""
     facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
     ends = (shape.embedding.count, shape.head.count, shape.vocab_size, shape.dim, shape.seq_len)
     return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]

@@ -85,7 +85,7 @@ class _Table:
 
 
 def narrower(recipe: Recipe) -> Iterator[dict[str, str]]:
-    """Formats that the planner may narrow to: the entries of `FORMATS` that have fewer bits than a recipe has."""
+    """List the formats with fewer bits than a recipe has, to which the planner may narrow: entries of `FORMATS`."""
     bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
     for formats in FORMATS:
         fewer = all(bits[new] < bits[getattr(recipe.optim, name.partition(".")[2])] for name, new in formats.items())
@@ -282,7 +282,7 @@ class Planner:
         return self._assembled(table, tuple(rows))
 
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
-        """The planner's recipes: the recipe, and then with fewer bits where that is open."""
+        """Yield the recipe, and then recipes with fewer bits where the format is open."""
         yield self.recipe, {}
         for formats in narrower(self.recipe):
             if set(formats) <= self.open_formats:
@@ -331,7 +331,7 @@ class Planner:
         return _Table(recipe, narrowed, shape, budget, setting, classes, options, problem, host)
 
     def _homes(self, budget: Budget) -> OffloadFlags:
-        """Where the planner stores bytes: as will be if a disk that there is is used; see `_settled`."""
+        """The places where the planner stores bytes, as if a disk that exists were used; see `_settled`."""
         fixed = {self.fixed.parameters, self.fixed.states}
         on_disk = budget.links.disk is not None
         return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
@@ -387,7 +387,8 @@ def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple
 
 
 def _rows(table: _Table, counts: Counts) -> Iterator[PlanRow]:
-    """The plan's rows: options with their layers. What keeps more lies higher: backward frees it first."""
+    """Make the plan's rows: options with their layers. The options that keep more get the upper layers: backward frees
+    these first."""
     for found, mine, group, row in zip(table.classes, table.options, table.problem.groups, counts, strict=True):
         left = sorted(found.indices)
         used = [(cost, choice, n) for cost, choice, n in zip(group.costs, mine, row, strict=True) if n]

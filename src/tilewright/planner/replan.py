@@ -37,8 +37,7 @@ class Replanner:
     def plan(
         self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
     ) -> Plan | None:
-        """Replan: the fastest memory plan within a budget of the device, `plan.margin` left free; None where nothing
-        fits.
+        """Find the fastest memory plan within a device budget, `plan.margin` left free; None where nothing fits.
 
         Args:
             device_bytes: of the device that the run may use.
@@ -50,7 +49,7 @@ class Replanner:
         return None if found is None else found.scaled(memory_factor, time_factor)
 
     def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Plan | None:
-        """Replan: the memory plan with the fewest bytes on the device; None where the host has not room for it."""
+        """Find the memory plan with the fewest bytes on the device; None if the host has no room for it."""
         found = self._of(seq_len).smallest(self.budget)
         return None if found is None else found.scaled(memory_factor, 1.0)
 

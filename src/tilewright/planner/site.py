@@ -27,7 +27,7 @@ from tilewright.planner.planner import Planner
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run would be: what a planner asks in addition to the recipe."""
+    """The machine, ranks and budget of a run: everything that a planner asks in addition to the recipe."""
 
     vocab_size: int
     machine: Machine
@@ -78,8 +78,7 @@ class Site:
         return self.disk is not None or self.given is not None or on_disk(recipe)
 
     def at_mesh(self, recipe: Recipe) -> Recipe:
-        """The recipe with the mesh of this site: the numbers of processes that there are; -1 in it means what is
-        left."""
+        """Fill the recipe's mesh with this site's numbers of processes; -1 in it means what is left."""
         if self.mesh is None:
             return recipe
         sizes = {"dp_replicate": self.mesh.dp_replicate, "dp_shard": self.mesh.dp_shard}

@@ -124,8 +124,8 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate a converted model: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are
-    left alone. What is trained for integers is rounded to them here too.
+    """Evaluate a converted model inside this context: FP32 throughout and `eval()` mode, everything as before outside.
+    Gradients are left alone. Weights that are trained for integers are rounded to them here too.
 
     Matmuls that were moved to other formats at run time (`Float8Linear.set_gemms`) are in these again.
 
@@ -175,8 +175,8 @@ def _kernels_of(model: nn.Module) -> Kernels | None:
 
 
 def _store(plan: ConversionPlan) -> str:
-    """Store parameters as converted: give them their storage format; a note on what changed. Norm statistics are FP32
-    always.
+    """Give the parameters of a converted model their storage format; returns a note on the changes. Norm statistics are
+    FP32 always.
 
     Sharded parameters (FSDP2) keep theirs, which whoever gathers them relies on: layers cast what they read.
     """
@@ -195,8 +195,8 @@ def _store(plan: ConversionPlan) -> str:
 
 
 def _store_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Store a converted parameter: change the dtype of the same Parameter object, as an optimizer may hold it. Its
-    gradient is FP32 always: in FP16 dividing by the loss scale would lose what the scale had saved."""
+    """Change the dtype of a parameter, which stays the same object, as an optimizer may hold it. Its gradient is FP32
+    always: in FP16 dividing by the loss scale would lose what the scale had saved."""
     parameter.data = parameter.data.to(dtype)
     grad, parameter.grad = parameter.grad, None
     parameter.grad_dtype = torch.float32
@@ -271,7 +271,7 @@ def _set_gemms(module: Any, gemms: Gemms, policy: Policy) -> None:
 
 
 def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
-    """Wrap a converted module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format.
+    """Wrap a module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format.
 
     A norm returns its input's dtype. What another module returns may be the residual stream (embeddings with positions
     added) or a matmul; it is cast where the two have one format, and else left as it comes.
@@ -298,8 +298,7 @@ def _widens(policy: Policy, kernels: Kernels | None) -> bool:
 
 
 def _attention(policy: Policy, kernels: Kernels | None) -> str | None:
-    """The attention of a converted model: the kernel in C++ that this mode goes to; None where it is torch's, or asked
-    to be."""
+    """The kernel in C++ that attention of a converted model calls; None if it is torch's, or asked to be."""
     case = Case("cpu", torch.bfloat16)
     if policy.device_type != "cpu" or policy.activation != "bf16":
         return None
@@ -354,8 +353,7 @@ def _parts_of_weights(module: nn.Module) -> Iterator[nn.Module]:
 def _narrow_beside_routers(
     model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]]
 ) -> None:
-    """Convert beside routers: experts with code of their own get their FP32 router's weights in the residual stream's
-    format.
+    """Convert the weights that a FP32 router gives to experts with code of their own to the residual stream's format.
 
     They add matmuls with these weights into tensors made in the format of their input.
     """

@@ -48,7 +48,7 @@ class ModuleSlots:
 
     @property
     def counts(self) -> list[Tensor]:
-        """Slots of a module's snapshot: the counts of what was executed."""
+        """Counts of executed matmuls that a module's snapshot restores."""
         found = [vars(module).get("counts") for module in self._counted]
         return [count for count in (*found, *self._counters) if count is not None]
 
@@ -113,8 +113,8 @@ class Snapshot:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Snapshot around a pass: inside, gradients start empty; afterwards model, gradients and generators are what they
-    were."""
+    """Restore a model, its gradients and generators after a pass inside this context, in which gradients start
+    empty."""
     before = Snapshot(ModuleSlots(model))
     grads = [(param, param.grad) for param in model.parameters()]
     for param, _ in grads:
@@ -128,7 +128,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def torch_states(device: torch.device | None = None) -> dict[str, Tensor]:
-    """Snapshot of torch's generators by device: the CPU's and that of `device`; None for all GPUs in use."""
+    """The states of torch's generators by device: the CPU's and that of `device`; None for all GPUs in use."""
     gpus: list[int] = []
     if device is None and torch.cuda.is_initialized():
         gpus = list(range(torch.cuda.device_count()))

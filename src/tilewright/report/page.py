@@ -129,5 +129,5 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
 
 
 def _command(run: RunData) -> str:
-    """The command on the page of a run that makes it again: the resolved recipe holds every setting."""
+    """The command that repeats a run, shown on its page: the resolved recipe holds every setting."""
     return f"tilewright train {shlex.quote(str(run.path / 'run.toml'))} --run.name {shlex.quote(run.name + '-again')}"

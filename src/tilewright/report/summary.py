@@ -36,7 +36,7 @@ MISSING = "not recorded"
 
 @dataclass(frozen=True)
 class SummaryCard:
-    """A card of the report's head: one figure."""
+    """One figure in the report's head, on a card."""
 
     label: str
     value: str
@@ -44,7 +44,7 @@ class SummaryCard:
 
 
 def learned(run: RunData) -> str:
-    """The summary's first line: course of the run's loss for the report's head, with numbers. No verdict: that is of
+    """Describe the course of a run's loss with numbers, in the first line of the report's head. No verdict: that is of
     `verdict.judge`."""
     span, held, wall, tokens = loss_span(run), held_out_losses(run, "eval_all"), total_seconds(run), total_tokens(run)
     if span is None:

@@ -21,8 +21,7 @@ class FormatGroup:
 
 
 def precision_groups(rows: Sequence[Row]) -> list[FormatGroup]:
-    """Table of precision: rows of precision.json with the same treatment as one, layer numbers written as `*`; order of
-    appearance."""
+    """Join rows of precision.json with the same treatment, layer numbers written as `*`, in order of appearance."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         name = str(row.get("fqn", ""))
@@ -79,14 +78,14 @@ def event_rows(events: Sequence[Row]) -> list[EventRow]:
 
 @dataclass(frozen=True)
 class Facts:
-    """A nested summary laid flat: single values, and tables of like rows."""
+    """A nested summary laid flat for the report: single values, and tables of like rows."""
 
     values: Sequence[tuple[str, str]]
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
 
 
 def facts(summary: Mapping[str, Any] | None, skip: Sequence[str] = ()) -> Facts:
-    """Tables of facts: scalars of a summary as (name, value); mappings in it as tables (title, columns, rows)."""
+    """Lay a summary flat: scalars as (name, value), mappings as tables (title, columns, rows)."""
     values: list[tuple[str, str]] = []
     tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = []
     for name, value in (summary or {}).items():
@@ -113,7 +112,8 @@ def _table(value: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[s
 
 
 def _text(name: str, value: object) -> str:
-    """A value in the report's tables as people read it: sizes by the unit in their name, counts with separators."""
+    """Write a value of the report's tables as people read it: sizes by the unit in their name, counts with
+    separators."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -130,13 +130,13 @@ def _text(name: str, value: object) -> str:
 
 
 def changed_settings(run: RunData) -> int:
-    """Changed settings in the report's tables: how many of the recipe do not come from a default."""
+    """Count the settings of the recipe that do not come from a default."""
     return sum(1 for setting in run.settings if setting.source != "default")
 
 
 def memory_table(run: RunData) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Table of memory: measured bytes by owner (rows) at the highest peak of each phase (columns) of the run; empty if
-    not recorded."""
+    """Table of measured bytes by owner (rows) at the highest peak of each phase (columns) of the run; empty if not
+    recorded."""
     peaks: dict[str, Mapping[str, float]] = {}
     for row in run.steps:
         for phase, owners in (row.get("memory_phases") or {}).items():

@@ -21,13 +21,13 @@ _LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
-    """Conflicts: every contradiction between settings of a recipe whose single values are all right."""
+    """Find every contradiction between settings of a recipe whose single values are all valid."""
     of_recipe = (check(recipe) for check in _CHECKS)
     return [*itertools.chain(*of_recipe), *executor_conflicts(recipe, capabilities_of(recipe.executor))]
 
 
 def executor_conflicts(recipe: Recipe, can: Capabilities, named: str = "") -> Iterator[Conflict]:
-    """Conflicts with the executor: settings of a recipe that its executor does not support.
+    """Find settings of a recipe that its executor does not support.
 
     Args:
         recipe: of the run.
@@ -115,7 +115,7 @@ def _distill(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _hidden(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of a teacher's hidden values: what does not go with them."""
+    """Find settings that do not go with a teacher's hidden values."""
     section, parallel = recipe.distill, recipe.parallel
     maps = {"hidden": section.hidden, "attention": section.attention} if section.teacher else {}
     for name, pairs in ((f"distill.{name}", pairs) for name, pairs in maps.items() if pairs):
@@ -163,8 +163,8 @@ def _hidden(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _integers(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of training for integers: an adapter is merged into weights that were never rounded with it: nothing of
-    what was trained would be kept."""
+    """Find an adapter beside training for integers: it would be merged into weights that were never rounded with it,
+    and nothing of what was trained would be kept."""
     rounded = [rule.compute for rule in recipe.precision.rules if rule.compute.startswith("int")]
     if rounded and recipe.lora.rank and recipe.precision.enabled:
         yield Conflict(
@@ -343,8 +343,7 @@ def _parallel(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _energy(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of energy settings: a figure of emissions stands on one number of the user's, which has a source or is
-    a guess."""
+    """Find a carbon intensity without its source, or the reverse: a figure of emissions needs the user's number."""
     energy = recipe.energy
     if bool(energy.intensity) != bool(energy.intensity_source.strip()):
         yield Conflict(

@@ -20,14 +20,14 @@ GPU_SHARE = 64
 
 
 def loss_chunk_bytes(machine: Machine) -> int:
-    """Default of an edited recipe: bytes of logits alive at once by default. 64 MiB: chunks stay in a CPU's caches. A
-    GPU has none of that size, and each chunk reads and writes the whole gradient of the head's weight, so chunks are
+    """The default bytes of logits that are alive at once, for an edited recipe. 64 MiB: chunks stay in a CPU's caches.
+    A GPU has none of that size, and each chunk reads and writes the whole gradient of the head's weight, so chunks are
     few there."""
     return CPU_LOSS_CHUNK if machine.device == "cpu" else min(GPU_LOSS_CHUNK, machine.device_memory_bytes // GPU_SHARE)
 
 
 def on_machine(loaded: Loaded, machine: Machine) -> Loaded:
-    """Edit a recipe for a machine: with its defaults where the recipe does not set them."""
+    """Fill a recipe with the machine's defaults where it does not set them."""
     name = "memory.loss_chunk_bytes"
     if loaded.sources.get(name, DEFAULT) != DEFAULT:
         return loaded
@@ -65,12 +65,12 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
 
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """Edit a recipe: with other settings by `section.field`, which the caller knows to be allowed."""
+    """Change settings of a recipe by `section.field`; the caller knows them to be allowed."""
     return _changed(recipe, setting_names.nested(settings))
 
 
 def _changed(section: Any, values: Mapping[str, Any]) -> Any:
-    """Edit a section: with other values; a mapping is for a section inside it."""
+    """Change values of a recipe's section; a mapping is for a section inside it."""
     update = {}
     for name, value in values.items():
         inner = getattr(section, name)
@@ -79,7 +79,7 @@ def _changed(section: Any, values: Mapping[str, Any]) -> Any:
 
 
 def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
-    """Edit a recipe: with other settings; None where they are not allowed, alone or together."""
+    """Change settings of a recipe; None if they are not allowed, alone or together."""
     try:
         found = Recipe.model_validate(_with_values(recipe, settings))
     except ValidationError:

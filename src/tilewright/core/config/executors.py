@@ -14,7 +14,7 @@ ExecutorName = Literal["standard", "layer_major", "pipeline"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Capabilities of an executor: model, gradient and bytes.
+    """The capabilities of an executor: models, gradients and bytes that it supports.
 
     Example:
         >>> capabilities_of("standard").shard, capabilities_of("layer_major").offload

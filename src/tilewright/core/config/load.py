@@ -143,8 +143,8 @@ def _follow_batch(merged: _Values) -> None:
 
 
 def _follow_length(merged: _Values) -> None:
-    """Steps or minutes of a loaded recipe: what the more specific source gives, and the other one is 0. Of one source
-    both stay."""
+    """Keep the steps or the minutes of a loaded recipe, whichever the more specific source sets; the other one becomes
+    0. From one source both stay."""
     steps, minutes = "train.steps", "train.minutes"
     given = [path for path in merged.values if path in (steps, minutes)]  # the last one is the most specific
     if not given or not _is_above_0(merged.values[given[-1]]):
@@ -176,7 +176,7 @@ def _name(file: Path | None) -> str:
 
 
 def _chain(file: Path) -> list[TomlFile]:
-    """The chain of files to load: the file, its parent, its parent's parent, .."""
+    """List a file and the files that it extends: its parent, its parent's parent, ..."""
     chain = [read_toml(file)]
     while setting_names.EXTENDS in chain[-1].data:
         child = chain[-1]

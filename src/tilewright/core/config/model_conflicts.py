@@ -48,8 +48,8 @@ def _model(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of the model's shape: head counts and widths of our decoder, where they come from the recipe and not
-    from a folder."""
+    """Find contradictions between head counts and widths of our decoder, where they come from the recipe and not from a
+    folder."""
     model = recipe.model
     if model.kind == "hf" or model.path or model.attention != "gqa":
         return
@@ -229,8 +229,8 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _export(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of the model with its export: shapes that no Hugging Face layout describes, said before the run instead
-    of at its end."""
+    """Find shapes that no Hugging Face layout describes, so that the run says it before it starts and not at its
+    export."""
     model = recipe.model
     if not recipe.checkpoint.export_hf or model.kind == "hf" or model.path:
         return
@@ -283,8 +283,8 @@ def _images_of_several(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _nothing_held_out(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of a share held out that is 0: the text of this installation and images are divided by shares; the
-    user's own text may be held out by files."""
+    """Find a held-out share of 0 for data that is divided by shares: installed text and images. The user's own text may
+    be held out by files."""
     data, images = recipe.data, recipe.model.task == "image_classification"
     if data.holdout == 0 and (images or (data.source == "installed" and not data.sources)):
         yield Conflict(

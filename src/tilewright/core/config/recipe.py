@@ -270,7 +270,7 @@ class MemorySection(Section):
 
     @property
     def tiers(self) -> tuple[Tier, Tier, Tier]:
-        """Tiers of a recipe: where parameters, optimizer states and layer inputs are kept."""
+        """The memory tiers in which a recipe keeps parameters, optimizer states and layer inputs."""
         return TIERS[self.offload_params], TIERS[self.offload_optimizer], TIERS[self.offload_activations]
 
 

@@ -170,7 +170,7 @@ def toml_text(value: object) -> str:
 
 
 def _short(value: object, depth: int = 0) -> object:
-    """A short TOML value that fits a line of a message: long lists, tables and texts are cut."""
+    """Shorten a TOML value to fit a line of a message: long lists, tables and texts are cut."""
     if depth > 3:
         return "..."
     if isinstance(value, str) and len(value) > _SHORT_TEXT:

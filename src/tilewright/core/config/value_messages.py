@@ -21,7 +21,7 @@ def schema_problems(
     places: Mapping[str, str],
     root: type[BaseModel] = Recipe,
 ) -> list[tuple[str, Problem]]:
-    """Messages about values by the schema: one problem a field, whatever number of details its library found in it.
+    """Turn the schema's errors into one problem per field, whatever number of details its library found in it.
 
     Args:
         error: of the validation of a whole file.
@@ -92,7 +92,7 @@ def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] 
 
 
 def not_a_section(section: str, content: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
-    """The message about a value: a top-level key of a file that is no section, or a section that is no table."""
+    """Make the message about a top-level key of a file that is no section, or a section that is no table."""
     known = setting_names.sections(root)
     got = "" if isinstance(content, dict) else f"{section} = {toml_text(content)}"
     if section in known:

@@ -147,8 +147,7 @@ class PlanApplier:
         return MemoryPlan(layers=tuple(layers), embedding=embedding, head=head)
 
     def apply(self, memory_plan: MemoryPlan) -> None:
-        """Apply a plan: execute this memory plan from the next step on: all of it or, where that fails, nothing. All of
-        it or, where that fails, nothing.
+        """Execute this memory plan from the next step on: all of it or, if that fails, nothing.
 
         Raises:
             ConfigError: it cannot be done by this executor, or not while the run continues.

@@ -82,8 +82,7 @@ class LayerMajor:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch]) -> bool:
-        """Layer-major forward passes: run all micro-batches through all layers; returns whether the last outputs are
-        finite.
+        """Run all micro-batches forward through all layers, layer-major; returns whether the last outputs are finite.
 
         Args:
             batches: micro-batches on the device.
@@ -135,7 +134,7 @@ class LayerMajor:
         return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
 
     def aux_metrics(self) -> list[dict[str, Tensor]]:
-        """Metrics of layer-major passes: counts of the layers, by micro-batch. Once a forward pass."""
+        """The counts of the layers in layer-major passes, by micro-batch. Once per forward pass."""
         return [self.view.aux_metrics(counted) for counted in self._counted]
 
     # ---- backward ----
@@ -148,7 +147,7 @@ class LayerMajor:
         after_loss: Callable[[float], None] | None = None,
         last: bool = True,
     ) -> float:
-        """Layer-major backward passes: run all layers, from the loss to the prologue; returns the loss summed over all
+        """Run all layers backward, layer-major, from the loss to the prologue; returns the loss summed over all
         targets.
 
         Args:
@@ -226,15 +225,14 @@ class LayerMajor:
             self._drop(place, micro, last)
 
     def _layers_piece(self, wanted: list[Tensor], place: int, micro: int, grad: Tensor | None) -> Tensor | None:
-        """A piece of layer-major passes: a layer group's gradient at its input, for one micro-batch."""
+        """Compute a layer group's gradient at its input, for one micro-batch."""
         start, out = self._graph(place, micro)
         if grad is not None:
             out.backward(grad, inputs=[start, *wanted])
         return start.grad
 
     def _graph(self, place: int, micro: int) -> tuple[Tensor, Tensor]:
-        """The graph of a layer-major pass: a layer group's input and output, and the graph between them: as it was
-        kept, or computed again."""
+        """A layer group's input and output and the graph between them, as it was kept, or recomputed."""
         kept = self._graphs.pop((place, micro), None)
         if kept is not None:
             return kept

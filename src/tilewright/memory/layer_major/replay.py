@@ -30,7 +30,7 @@ class RouterChoices:
         self._given: int | None = None
 
     def __call__(self, choose: Callable[[], Tensor]) -> Tensor:
-        """A router's choice to replay: that of the first call of `choose`, for this and later calls."""
+        """Replay a router's choice: that of the first call of `choose`, for this and later calls."""
         if self._given is None:
             self._made.append(choose())
             return self._made[-1]
@@ -38,7 +38,7 @@ class RouterChoices:
         return self._made[self._given - 1]
 
     def rewind(self) -> "RouterChoices":
-        """Rewind a router's choices: replay the recorded ones from now on, from the first one on."""
+        """Replay the recorded choices of routers from now on, from the first one on."""
         self._given = 0
         return self
 
@@ -52,7 +52,7 @@ class _Taken:
 
 
 class Replay:
-    """Replays calls: keeps random draws and choices of experts by key until `clear`.
+    """Replays calls of layers: keeps random draws and choices of experts by key until `clear`.
 
     Args:
         device: whose generator the layers draw from, in addition to that of the CPU.
@@ -80,7 +80,7 @@ class Replay:
         return out
 
     def replay(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
-        """Replay: run function() with the random draws and expert choices that were recorded."""
+        """Run function() with the random draws and expert choices that were recorded."""
         taken = self._taken[key]
         with drawing(taken.states), self._choosing(layer, taken.choices.rewind()):
             return function()
@@ -90,7 +90,7 @@ class Replay:
         return key in self._taken
 
     def clear(self) -> None:
-        """Clear the replay: forget the draws and choices of all calls."""
+        """Forget the recorded draws and choices of all calls."""
         self._taken.clear()
 
     @contextmanager

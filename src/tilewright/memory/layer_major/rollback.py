@@ -41,8 +41,7 @@ class _Buffer:
     writing: Future[None] | None = None
 
     def wait(self) -> None:
-        """Wait for a rollback buffer: until the memory is written; an error stays here, to be met by every later
-        call."""
+        """Wait until the rollback buffer's memory is written; an error stays, and every later call raises it."""
         if self.writing is not None:
             self.writing.result()
             self.writing = None
@@ -99,7 +98,7 @@ class RollbackBuffer:
 
     @torch.no_grad()
     def rollback(self, offloader: ParamOffloader) -> None:
-        """Roll a step back: give all kept tensors their values of before; nothing is kept afterwards.
+        """Roll a step back: restore the values of all kept tensors. Nothing is kept afterwards.
 
         Raises:
             HardwareError: the disk fails.
@@ -118,7 +117,7 @@ class RollbackBuffer:
         self._kept.clear()
 
     def commit(self) -> None:
-        """Commit: drop the rollback's copies of a step that is good."""
+        """Drop the rollback's copies after a good step."""
         self._kept.clear()
 
     @property
@@ -151,7 +150,7 @@ class RollbackBuffer:
         return buffer
 
     def _settle(self) -> None:
-        """Settle the rollback buffer: wait until the store has what was copied out."""
+        """Wait until the store has all that was copied out of the rollback buffer."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         for buffer in self._buffers:

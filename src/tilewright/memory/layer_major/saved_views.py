@@ -33,7 +33,7 @@ class _SavedView:
 
 @contextmanager
 def rebind_saved_views(params: Sequence[Tensor]) -> Iterator[None]:
-    """Rebind saved views: graphs made inside hold nothing of the memory that these parameters have now.
+    """Let graphs that are made inside hold nothing of the memory that these parameters have now.
 
     Args:
         params: live, now and when backward runs through the graphs. Those that share memory are in it at the same

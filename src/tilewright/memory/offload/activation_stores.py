@@ -38,7 +38,7 @@ class DeviceActivations:
         self._kept[key] = tensors
 
     def prefetch(self, key: Key) -> None:
-        """Prefetch of the activation store on the device: nothing to do."""
+        """Do nothing: the activations of this store are on the device already."""
 
     def get(self, key: Key) -> Sequence[Tensor]:
         return self._kept[key]
@@ -51,7 +51,7 @@ class DeviceActivations:
         return sum(tensor.nbytes for tensors in self._kept.values() for tensor in tensors)
 
     def forget(self, gone: Callable[[int], bool]) -> None:
-        """Forget in the activation store on the device: nothing to do."""
+        """Do nothing: the activation store on the device frees its memory by itself."""
 
     def close(self) -> None:
         self._kept.clear()
@@ -69,12 +69,12 @@ class _InStore:
             self.store.give_back(keys)
 
     def idle(self) -> None:
-        """Wait until the activation store is idle: nothing reads or writes it."""
+        """Wait until nothing reads or writes the activation store."""
         raise NotImplementedError
 
 
 class HostActivations(_InStore):
-    """Keeps layer inputs in registered host memory: copies to and from it on streams of their own."""
+    """Keeps layer inputs in registered host memory: copies to and from it run on streams of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -185,8 +185,7 @@ class DiskActivations(_InStore):
         self.store.close()
 
     def _settle(self, most: int) -> None:
-        """Settle the activation store on disk: take note of writes that ended, and wait until at most so many are under
-        way."""
+        """Note the writes of the activation store on disk that ended, and wait until at most `most` are under way."""
         while len(self._writes) > most or (self._writes and self._writes[0].done()):
             self._writes.popleft().result()
 
@@ -197,8 +196,8 @@ class DiskActivations(_InStore):
 
 
 class CudaDiskActivations(DiskActivations):
-    """A disk store for a GPU: the thread moves bytes between the file and registered host memory, which two streams
-    beside the computation's copy from and to.
+    """A disk store for a GPU: a thread moves bytes between the file and registered host memory, and two streams beside
+    the computation's copy from and to that.
 
     At most `MAX_UNDER_WAY` tensors are on their way to the file, and one on its way back, so there are as many host
     buffers, of the largest tensors.

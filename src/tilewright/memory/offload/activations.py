@@ -91,7 +91,7 @@ class ActivationStore:
         self.place(tier)
 
     def place(self, tier: Tier | Mapping[int, Tier]) -> None:
-        """Place activations: keep what is put from now on in these tiers. What they do not need any more is returned.
+        """Keep activations in these tiers from now on. Memory that is no longer needed is freed.
 
         Args:
             tier: as for the constructor. Nothing may be kept now.
@@ -115,7 +115,7 @@ class ActivationStore:
         self._rest, self._by_layer, self._keepers = rest, by_layer, made
 
     def tier_of(self, layer: int) -> Tier:
-        """Tier of activations: where a layer's inputs are kept."""
+        """The tier in which a layer's inputs are kept."""
         return self._by_layer.get(layer, self._rest)
 
     def _make(self, tier: Tier) -> _Keeper:
@@ -127,7 +127,7 @@ class ActivationStore:
 
     @torch.no_grad()
     def put(self, layer: int, micro: int, x: Tensor, *, exact: bool = False, here: bool = False) -> None:
-        """Put activations: keep the layer input x. The caller may continue reading it and must not write into it.
+        """Keep the layer input x. The caller may continue reading it and must not write into it.
 
         Args:
             layer: number of the layer.
@@ -152,12 +152,12 @@ class ActivationStore:
         self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded, tier)  # from here on there is something to drop
 
     def prefetch(self, layer: int, micro: int) -> None:
-        """Prefetch activations: begin to bring a layer input to the device."""
+        """Begin to bring a layer input to the device."""
         self._keepers[self._entries[layer, micro].tier].prefetch((layer, micro))
 
     @torch.no_grad()
     def get(self, layer: int, micro: int) -> Tensor:
-        """Get activations: the layer input on the device, without a graph. Not to be written into.
+        """Return a layer input on the device, without a graph. It must not be written into.
 
         Raises:
             KeyError: never put, or dropped.
@@ -170,11 +170,11 @@ class ActivationStore:
         return TiledTensor(parts[0], parts[1], ROW_TILE, E4M3).dequantize(entry.dtype).view(entry.shape)
 
     def drop(self, layer: int, micro: int) -> None:
-        """Drop activations: free a layer input."""
+        """Free a layer input."""
         self._keepers[self._entries.pop((layer, micro)).tier].drop((layer, micro))
 
     def clear(self) -> None:
-        """Clear activations: free all layer inputs, as when a step is given up."""
+        """Free all layer inputs, as when a step is given up."""
         for layer, micro in list(self._entries):
             self.drop(layer, micro)
 
@@ -191,7 +191,8 @@ class ActivationStore:
 
 
 def _own(x: Tensor) -> Tensor:
-    """Own memory for activations: x, contiguous and without a larger storage behind it, which would be kept alive."""
+    """Give x memory of its own to be kept: contiguous, without a larger storage behind it, which would be kept
+    alive."""
     if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -65,8 +65,8 @@ class Store(ABC):
         """
 
     def fit(self, key: Hashable, num_bytes: int, idle: Callable[[], None]) -> None:
-        """Fit a room into the byte store: of at least `num_bytes` under this key. One that is too small is replaced,
-        its bytes lost.
+        """Make a room of at least `num_bytes` for a key in the byte store. A room that is too small is replaced, its
+        bytes lost.
 
         Args:
             idle: waits until nothing reads or writes the room; called before it is replaced.
@@ -100,7 +100,7 @@ class Store(ABC):
 
     @abstractmethod
     def view(self, key: Hashable) -> Tensor:
-        """View of a byte store: a room's bytes themselves, on the host."""
+        """View the bytes of a room of the byte store on the host."""
 
     @abstractmethod
     def close(self) -> None:
@@ -126,7 +126,7 @@ def make_store(tier: Tier, device: torch.device, folder: Path | str | None = Non
 
 
 class HostStore(Store):
-    """Host memory as a store: an allocation of exactly its size per room, which a GPU reaches directly."""
+    """A byte store in host memory: an allocation of exactly its size per room, which a GPU reaches directly."""
 
     in_memory = True
 
@@ -163,7 +163,7 @@ class HostStore(Store):
             _copy_bytes(piece, part)
 
     def _parts(self, key: Hashable, pieces: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Parts of a room in the host's byte store: each piece and its bytes."""
+        """Divide a room of the host's byte store into pieces, each with its bytes."""
         sizes = [len(piece) for piece in pieces]
         return list(zip(pieces, self._rooms[key][: sum(sizes)].split(sizes), strict=True))
 
@@ -228,11 +228,11 @@ class DiskStore(Store):
         return self._file.fileno()
 
     def sync(self) -> None:
-        """Sync the byte store on disk: wait until the disk itself has what was written."""
+        """Wait until the disk itself has what was written to the byte store."""
         os.fsync(self.fileno())
 
     def forget_cached(self) -> None:
-        """Forget cached bytes of the disk's store: let the system drop its copies in memory of what is on the disk."""
+        """Let the system drop its copies in memory of the byte store's file."""
         os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -259,7 +259,7 @@ class DiskStore(Store):
             raise OSError(fault, os.strerror(fault))
 
     def _move(self, call: Callable[..., int], done: str, key: Hashable, pieces: Sequence[Tensor]) -> None:
-        """Move bytes of the store on disk: call until all went over: the system may move fewer than it was asked to."""
+        """Call until all bytes have moved: the system may move fewer than it was asked to."""
         at = self._starts[key]
         views = [piece.numpy().data for piece in pieces if len(piece)]
         while views:
@@ -309,7 +309,7 @@ def _open_nameless(folder: Path) -> BinaryIO:
 
 
 def _copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy bytes of a store: flat uint8 tensors in host memory on one core, without Python's lock.
+    """Copy flat uint8 tensors in host memory on one core, without Python's lock.
 
     torch's copy would start threads of its own beside those that compute.
     """
@@ -317,7 +317,7 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """Bytes after some of a store: the rest of `views` without their first `count` ones."""
+    """The rest of `views` after their first `count` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]

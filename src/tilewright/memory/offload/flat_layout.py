@@ -28,7 +28,7 @@ class Layout:
         return cls(places, end)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a flat layout: its tensors in `flat` (uint8, at least `num_bytes`)."""
+        """View the tensors of a flat layout in `flat` (uint8, at least `num_bytes`)."""
         return {
             name: flat[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for name, (start, shape, dtype) in self.places.items()
@@ -36,8 +36,8 @@ class Layout:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A placeholder for a tensor of a flat layout: one value in this shape: NaN, or the largest integer. Each call has
-    memory of its own.
+    """Make a placeholder for a tensor of a flat layout: one value in this shape, NaN or the largest integer. Each call
+    has memory of its own.
 
     Example:
         >>> placeholder((2, 3), torch.bfloat16, "cpu").isnan().all().item()

@@ -23,8 +23,8 @@ from tilewright.ops.base.code_modules import codes_of, named_constants
 
 @torch.no_grad()
 def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
-    """Lazy parameters as placeholders: give meta ones a shape, dtype and device, but one value and no memory; buffers
-    and codes get it, unfilled.
+    """Replace meta parameters by placeholders with their shape, dtype and device, but one value and no memory; buffers
+    and codes get memory, unfilled.
 
     The parameters are new objects, and stay the same ones from here on: make the optimizer afterwards. Tied ones stay
     tied. What is not on the meta device is left alone.
@@ -44,14 +44,13 @@ def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
 
 
 def fill_buffers(model: nn.Module, values: InitialValues) -> None:
-    """Fill buffers beside lazy parameters: give all of them and codes their initial values: they are always on the
-    device."""
+    """Give all buffers and codes their initial values: they are always on the device."""
     values(named_constants(model))
 
 
 @contextmanager
 def dummy_values(model: nn.Module) -> Iterator[None]:
-    """Dummy values inside for lazy parameters: for trying out how a model behaves before it has its own.
+    """Give lazy parameters dummy values inside, to try out how a model behaves before it has its own.
 
     All are views of one buffer of random numbers for each dtype, as large as the largest parameter: weights around
     zero, vectors (norms, biases) around one. Nothing may be written to them, and they mean nothing.

@@ -85,13 +85,13 @@ class ParamOffloader:
         self.states.seal()
 
     def prefetch(self, part: LayerGroup, *, states: bool = False) -> None:
-        """Prefetch parameters: begin to bring a layer group, and its states where they will be wanted."""
+        """Begin to bring a layer group to the device, and its states if they will be wanted."""
         self.parameters.prefetch(part.name)
         if states:
             self.states.prefetch(part.name)
 
     def fetch(self, part: LayerGroup, *, states: bool = False) -> None:
-        """Fetch parameters: have a layer group's on the device when this returns, and its states where they are wanted.
+        """Bring a layer group's parameters to the device before this returns, and its states if they are wanted.
 
         Raises:
             HardwareError: the disk fails, or failed before. The layer group is not live then.
@@ -115,11 +115,11 @@ class ParamOffloader:
             self.states.release(part.name, changed=changed)
 
     def homes(self, part: LayerGroup) -> tuple[Tier, Tier]:
-        """Homes in the parameter store: where a layer group's parameters and states are."""
+        """The tiers in which a layer group's parameters and states are kept."""
         return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
 
     def flush(self) -> None:
-        """Flush the parameter store: wait until all parameters and states that were released are stored.
+        """Wait until all parameters and states that were released are stored.
 
         Raises:
             HardwareError: it cannot be written.
@@ -133,8 +133,7 @@ class ParamOffloader:
         return self.parameters.is_offloaded or self.states.is_offloaded
 
     def move(self, part: LayerGroup, *, parameters: Tier, states: Tier) -> None:
-        """Move parameters: give a layer group other homes; see `OffloadPool.move`. Not the layer group that several
-        others read.
+        """Move a layer group to other tiers; see `OffloadPool.move`. Not the layer group that several others read.
 
         Raises:
             FitError: a tier has not so much room. What did not move is where it was.
@@ -157,7 +156,7 @@ def _home(homes: Homes, part: LayerGroup, layer_groups: LayerGroups) -> Tier:
 
 
 class _StateValues:
-    """First values of a layer group's states: zero, and the parameter's own value where the state is its master."""
+    """First values of a layer group's states: zero, or the parameter's own value if the state is its master."""
 
     def __init__(self, parameters: OffloadPool, part: str) -> None:
         self._parameters, self._part = parameters, part
@@ -173,8 +172,8 @@ class _StateValues:
 
 
 def _placeholder_states(optimizer: DeepSeekAdam, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Placeholder states in the parameter store: give the optimizer states without memory for these parameters; the
-    states by name."""
+    """Give the optimizer placeholders for the states of these parameters, without memory; returns the states by
+    name."""
     made: dict[str, Tensor] = {}
     for name, param in params.items():
         state = optimizer.state[param]

@@ -60,9 +60,8 @@ def _runtime() -> Any:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Forget an error of pinned memory: take the runtime's last error out. torch's binding of `cudaHostRegister` leaves
-    it, and the next kernel, of a caller that continues in another tier, would fail with it: so one is launched here
-    that may."""
+    """Clear the runtime's last error after pinning failed. torch's binding of `cudaHostRegister` leaves it, and the
+    next kernel of a caller that continues in another tier would fail with it: so one is launched here that may."""
     try:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:  # torch.AcceleratorError is one; what is not over comes again

@@ -56,7 +56,7 @@ class _Slice:
         return self.tier == "device"
 
     def enter(self, flat: Tensor) -> None:
-        """Enter a group of the pool: let its tensors be views of a staging buffer."""
+        """Make the tensors of a layer group views of a staging buffer."""
         for name, view in self.layout.views(flat).items():
             self.tensors[name].data = view
 
@@ -66,7 +66,7 @@ class _Slice:
         self.leave()
 
     def leave(self) -> None:
-        """Leave a group of the pool: let its tensors be placeholders."""
+        """Make the tensors of a layer group placeholders."""
         for name, value in self.away.items():
             self.tensors[name].data = value
 
@@ -134,8 +134,8 @@ class OffloadPool:
         self._layer_groups[slice_id] = _Slice(dict(tensors), fill, tier, fixed=resident)
 
     def seal(self) -> None:
-        """Seal the pool: take the tiers' room, then the bytes, layer group by layer group; afterwards nothing is live
-        but what always is.
+        """Seal the pool: reserve the tiers' memory, then move the bytes into it, layer group by layer group. Afterwards
+        nothing is live but what always is.
 
         Raises:
             FitError: a tier has not so much room; nothing has moved then.
@@ -201,8 +201,8 @@ class OffloadPool:
     # ---- using ----
 
     def prefetch(self, slice_id: Hashable) -> bool:
-        """Prefetch by the pool: start bringing a layer group in. False where no buffer is free for it: the layer group
-        comes when it is fetched."""
+        """Start bringing a layer group to the device. False if no buffer is free for it: it then comes when it is
+        fetched."""
         item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return True
@@ -211,7 +211,7 @@ class OffloadPool:
         return self._slots.prefetch(slice_id, self._to(item.tier))
 
     def fetch(self, slice_id: Hashable) -> dict[str, Tensor]:
-        """Fetch by the pool: make a layer group's tensors live, waiting for them where need be; the tensors by name.
+        """Make a layer group's tensors live, waiting for them if need be; returns the tensors by name.
 
         Raises:
             HardwareError: the disk fails, now or when an earlier layer group was written back.
@@ -254,11 +254,11 @@ class OffloadPool:
         return {name: _host_copy(view) for name, view in self._views(slice_id, item).items()}
 
     def _views(self, slice_id: Hashable, item: _Slice) -> dict[str, Tensor]:
-        """Views of the pool: the tensors of a layer group that is off the device and not live."""
+        """The tensors of a layer group that is off the device and not live, as the tier holds them."""
         return item.layout.views(self._slots.read(slice_id, self._to(item.tier), item.layout.num_bytes))
 
     def flush(self) -> None:
-        """Flush the pool: wait until everything that was released is in its tier.
+        """Wait until everything that was released is in its tier.
 
         Raises:
             HardwareError: it cannot be written.
@@ -281,7 +281,7 @@ class OffloadPool:
 
     @property
     def num_bytes(self) -> dict[Tier, int]:
-        """Bytes that the pool holds by tier: on the device what always stays there and the staging buffers."""
+        """The pool's bytes by tier: on the device the tensors that always stay there, and the staging buffers."""
         fixed = [item for item in self._layer_groups.values() if item.resident]
         held: dict[Tier, int] = {"device": sum(t.nbytes for item in fixed for t in item.tensors.values())}
         held |= {"host": 0, "disk": 0}
@@ -294,8 +294,8 @@ class OffloadPool:
 
     @property
     def traffic(self) -> Traffic:
-        """Traffic of the pool: bytes that went to and from the tiers since it was sealed, and the seconds spent waiting
-        for them."""
+        """The pool's traffic since it was sealed: bytes to and from the tiers, and the seconds spent waiting for
+        them."""
         parts = [transfer.traffic for transfer in self._transfers.values()]
         read, written = sum(part.read_bytes for part in parts), sum(part.written_bytes for part in parts)
         return Traffic(read, written, self._slots.wait_s)

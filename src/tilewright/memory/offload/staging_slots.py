@@ -64,15 +64,15 @@ class StagingBuffers:
         self.slots = []
 
     def prefetch(self, key: Hashable, transfer: Transfer) -> bool:
-        """Prefetch into a staging buffer: start bringing a layer group in. False where no buffer is free for it."""
+        """Start bringing a layer group into a staging buffer. False if no buffer is free for it."""
         slot = self._of(key) or next((slot for slot in self.slots if not slot.wanted), None)
         if slot is not None:
             self._start(slot, key, transfer)
         return slot is not None
 
     def fetch(self, key: Hashable, transfer: Transfer) -> Tensor:
-        """Fetch into a staging buffer: the bytes of a layer group on the device. Takes the buffer of one that was
-        prefetched and not used where no other is free."""
+        """Return the staging buffer with a layer group's bytes on the device. If none is free, it takes one that was
+        prefetched and not used."""
         if not self.prefetch(key, transfer):
             unused = next((slot for slot in self.slots if not slot.live), None)
             if unused is None:
@@ -91,7 +91,7 @@ class StagingBuffers:
         return slot.buffer.live
 
     def release(self, key: Hashable, *, changed: bool) -> None:
-        """Release a staging buffer: a layer group that was fetched is not used any more; `changed` writes it back."""
+        """Release the staging buffer of a layer group that is not used any more; `changed` writes it back."""
         slot = self._of(key)
         assert slot, "a live layer group has a buffer"
         assert slot.transfer, "and came from a tier"
@@ -115,7 +115,7 @@ class StagingBuffers:
         return flat
 
     def flush(self) -> None:
-        """Flush the staging buffers: wait until everything that was released is in its tier."""
+        """Wait until everything that was released from staging buffers is in its tier."""
         for slot in self.slots:
             self.wait_for(slot.saving)
 
@@ -133,7 +133,7 @@ class StagingBuffers:
         return next((slot for slot in self.slots if slot.holds == key), None)
 
     def _start(self, slot: StagingBuffer, key: Hashable, transfer: Transfer) -> None:
-        """Start to fill a staging buffer: load a layer group into it, unless it is there."""
+        """Load a layer group into a staging buffer, unless it is there."""
         slot.wanted = True
         if slot.holds == key:
             return

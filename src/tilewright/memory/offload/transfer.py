@@ -64,7 +64,7 @@ class Transfer:
     def load(
         self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None, after: Sequence[Future[None]]
     ) -> Future[None]:
-        """Transfer to the device: fill a staging buffer's first bytes from a store's room, in the background.
+        """Fill a staging buffer's first bytes from a store's room, in the background.
 
         Args:
             mark: of the work that last used the buffer.
@@ -74,13 +74,12 @@ class Transfer:
         return self._reader.submit(self._load_after, key, buffer, mark, tuple(after))
 
     def save(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
-        """Transfer from the device: write a staging buffer to a store's room in the background. It must not change
-        before the future is done."""
+        """Write a staging buffer to a store's room in the background. It must not change before the future is done."""
         self.traffic.written_bytes += self.store.sizes[key]
         return self._writer.submit(self._save_or_note, key, buffer, mark)
 
     def read(self, key: Hashable, host_bytes: Tensor) -> Future[None]:
-        """Transfer to the host: copy a room into its memory, after the loads ordered so far."""
+        """Copy a room into the host's memory, after the loads ordered so far."""
         return self._reader.submit(self._read, key, host_bytes)
 
     def close(self) -> None:
@@ -130,12 +129,12 @@ class CudaTransfer(Transfer):
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def make_buffer(self, num_bytes: int) -> Buffer:
-        """A staging buffer for CUDA transfers: see `Transfer`."""
+        """Make a staging buffer for CUDA transfers: see `Transfer`."""
         live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return Buffer(live, None if self.store.in_memory else pinned_empty(num_bytes, self.device))
 
     def mark(self) -> torch.cuda.Event | None:
-        """Mark the work before a CUDA transfer: see `Transfer`."""
+        """Mark the work that a CUDA transfer must follow: see `Transfer`."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -153,8 +152,8 @@ class CudaTransfer(Transfer):
             self.store.write(key, [host])
 
     def _host_bytes(self, key: Hashable, buffer: Buffer) -> Tensor:
-        """Host bytes of a CUDA transfer: page-locked memory at this end of the link: the store itself, or what is
-        before the disk."""
+        """The page-locked memory at the host's end of a CUDA transfer: the store itself, or a buffer in front of the
+        disk."""
         if self.store.in_memory:
             return self.store.view(key)
         assert buffer.bounce is not None, "a buffer for a disk has a middle"

@@ -12,7 +12,7 @@ _MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator:
 
 
 def phase_table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Bytes by owner and phase formatted as a table: a line an owner that has some, a column a phase, the sums last.
+    """Format bytes by owner and phase as a table: a line per owner that has some, a column per phase, the sums last.
 
     Example:
         >>> print("\\n".join(phase_table({"forward": {"parameters": 2**30}, "update": {"parameters": 2**30}})))

@@ -46,7 +46,7 @@ class MemoryProbe(Protocol):
 
 
 class _ResidentSet:
-    """Common part of both CPU probes: the resident set now, and glibc's count of live bytes where there is glibc."""
+    """The common part of both CPU probes: the resident set now, and glibc's count of live bytes if there is glibc."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -86,7 +86,7 @@ class _Window:
 
 
 def step_peak(phases: Mapping[str, int]) -> int:
-    """The step's peak by the tracker: highest of those by phase that belongs to a training step."""
+    """The highest tracked peak of the phases of a training step."""
     return max((phases[name] for name in STEP_PHASES if name in phases), default=0)
 
 
@@ -119,7 +119,7 @@ class MemoryTracker:
 
     @property
     def method(self) -> str:
-        """Method of the memory tracker: the probe's name: vm_hwm, sampler or torch.cuda."""
+        """The name of the memory tracker's probe: vm_hwm, sampler or torch.cuda."""
         return self._probe.name
 
     def watch(self, model: nn.Module, whole: Callable[[], Mapping[str, int]] = dict) -> None:
@@ -134,8 +134,8 @@ class MemoryTracker:
         self._params, self._gradient_bytes, self._whole = list(model.parameters()), {}, whole
 
     def register_owner(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
-        """Register an owner with the memory tracker: ask this keeper for an owner's bytes by tier, instead of looking
-        into model and optimizer.
+        """Register a keeper that the memory tracker asks for an owner's bytes by tier, instead of looking into model
+        and optimizer.
 
         It is asked at every boundary, so it must be quick. Several keepers of one owner add up. On the CPU, device and
         host are the same memory. What is in other tiers is in the snapshot's `tiers`; where a keeper tells nothing
@@ -160,8 +160,7 @@ class MemoryTracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the memory tracker: credit the peak inside the block to a phase: load, forward, backward, update,
-        or a name of your own.
+        """Credit the memory peak inside the block to a phase: load, forward, backward, update, or a name of your own.
 
         Phases nest: an inner block's peak is the inner phase's alone.
         """
@@ -181,8 +180,7 @@ class MemoryTracker:
                 self._window.activations = max(self._window.activations, kept)
 
     def _credit(self) -> None:
-        """Credit by the memory tracker: give the peak since the last boundary to the phase that ran, and start the next
-        stretch."""
+        """Credit the memory peak since the last boundary to the phase that ran, and start the next stretch."""
         name, peak, now = self._running[-1], self._probe.peak(), self._moment()
         known = self._window.phases.get(name)
         if known is None or peak > known.peak:
@@ -236,7 +234,7 @@ class MemoryTracker:
         return total
 
     def snapshot(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """The memory tracker's snapshot: measurements since the last one; starts the next window.
+        """Return the memory tracker's measurements since the last snapshot, and start the next window.
 
         Returns:
             `owners`: bytes by owner at the peak (they sum to `peak_bytes`).
@@ -325,9 +323,9 @@ class FreeHeap:
         """Steps for which nothing is returned: that did not help."""
 
     def after_step(self, step: DueStep, *_: object) -> None:
-        """The tracker of free pages after a step: return them where a line follows the step (else they pile up over
-        hundreds of steps), or where the next step would take more than planned, if it grows as this one has. One that
-        takes more right after they were returned needs it: nothing is returned for `PATIENCE` steps then.
+        """Return free pages after a step if a line follows it (else they pile up over hundreds of steps), or if the
+        next step would take more than planned, growing as this one has. A step that takes more right after pages were
+        returned needs them: nothing is then returned for `PATIENCE` steps.
 
         Args:
             step: says whether a line is due.

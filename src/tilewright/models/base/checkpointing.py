@@ -41,8 +41,8 @@ _OWN_ATTENTION, _OWN_PRODUCTS = ("_attention",), ("_gemm", "_fprop")
 
 
 def _policy(kept: Sequence[Any], endings: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    """Policy of selective checkpointing: keeps the outputs of these operations and of our own with these endings; the
-    rest is computed again."""
+    """Keep the outputs of these operations, and of our own with these endings; selective checkpointing recomputes the
+    rest."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         own = op.namespace == "tilewright" and op._opname.endswith(endings)
@@ -63,7 +63,7 @@ compiled layers share their graph."""
 
 
 def checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:
-    """Options of checkpointing: arguments of torch's checkpoint function."""
+    """The arguments of torch's checkpoint function for a mode."""
     options: dict[str, Any] = {"use_reentrant": False}
     return options | {"context_fn": CONTEXTS[mode]} if mode in CONTEXTS else options
 
@@ -76,8 +76,8 @@ def checkpoint_function(mode: ActivationCheckpoint) -> Callable[..., Any]:
 
 
 def silence_checkpoint_warning() -> None:
-    """Silence a warning of checkpointing: drop torch's advice, once a compiled layer keeps selected results, to have no
-    in-place operation there: ours have none, and its user could change nothing about it."""
+    """Silence torch's advice to have no in-place operation in a compiled layer that keeps selected results: ours have
+    none, and the user could change nothing about it."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)  # one object: added once
 
 
@@ -137,8 +137,7 @@ def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *
 
 
 def checkpoint_fp8_input(kernels: Kernels, function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """Checkpointing with an FP8 input: function(x, *args), keeping for backward x in E4M3 with a scale for each 1x128
-    tile, and nothing else.
+    """Run function(x, *args), and keep for backward x in E4M3 with a scale for each 1x128 tile, and nothing else.
 
     The forward pass computes with x itself. Backward computes `function` again with x as decoded: what is linear in x
     (the residual path) has its exact gradient, the rest one at a point about 3 % of each element away.
@@ -171,7 +170,7 @@ def checkpoint_fp8_input(kernels: Kernels, function: Callable[..., Any], x: Tens
 
 
 class _Edge(torch.autograd.Function):
-    """Stands for x in the graph: its shape and dtype, its gradient, none of its memory."""
+    """A stand-in for x in the graph: its shape and dtype, its gradient, none of its memory."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ class _Edge(torch.autograd.Function):
 
 
 class _Value(torch.autograd.Function):
-    """A value for what is in the graph: the result is `value`, its gradient is that of `edge`."""
+    """Return `value`, whose gradient goes to `edge`, which stands for it in the graph."""
 
     @staticmethod
     def forward(ctx, edge: Tensor, value: Tensor) -> Tensor:
@@ -210,7 +209,7 @@ class Fp8Checkpoint:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Checkpointing with an FP8 input: function(*args), whose first argument is the layer's input [..., D]."""
+        """Run a layer whose first argument, its input [..., D], is kept for backward in FP8."""
         if self.compiles:
             function = self._compile(function)
         if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
@@ -219,8 +218,7 @@ class Fp8Checkpoint:
         return checkpoint(function, *args, use_reentrant=False)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile under checkpointing: transformers makes a new partial of the layer's forward at each call; the
-        forward is what is compiled."""
+        """Compile the layer's forward that checkpointing gets: transformers makes a new partial of it at each call."""
         part = function if isinstance(function, functools.partial) else functools.partial(function)
         if part.func not in self._compiled:
             self._compiled[part.func] = torch.compile(part.func, options=layer_options(), **graph_limit())

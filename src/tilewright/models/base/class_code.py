@@ -17,7 +17,7 @@ _DEPTH = 3
 
 
 def called(kind: type[nn.Module]) -> frozenset[str]:
-    """Names called in the code of a class: in its forward, and in the methods that it calls on itself.
+    """Names that the code of a class calls: in its forward, and in the methods that it calls on itself.
 
     Example:
         >>> "linear" in called(nn.Linear), "topk" in called(nn.Linear)
@@ -27,8 +27,7 @@ def called(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def called_by_functions(kind: type[nn.Module]) -> frozenset[str]:
-    """Names called by functions in the code of a class: those that its forward and its methods call, a few calls
-    deep."""
+    """Names that functions call which a class's forward and methods call, a few calls deep."""
     found: set[FunctionType] = set()
     callers: Iterable[FunctionType] = methods(kind)
     for _ in range(_DEPTH):
@@ -62,7 +61,7 @@ def recorded_as(what: str, kind: type[nn.Module]) -> bool:
 
 
 def methods(kind: type[nn.Module]) -> set[FunctionType]:
-    """Methods in a class's code: the forward and those that it calls on itself, decorators taken off."""
+    """The forward of a class and the methods that it calls on itself, decorators taken off."""
     found: set[FunctionType] = set()
     ahead = [getattr(kind, "forward", None)]
     while ahead:

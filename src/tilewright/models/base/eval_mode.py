@@ -40,8 +40,8 @@ _OPEN = _Blocks()
 
 @contextmanager
 def evaluation(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside: no part drops values or updates running statistics. Threads may be inside at the same
-    time.
+    """Put a module in evaluation mode inside the context: no part drops values or updates running statistics. Threads
+    may be inside at the same time.
 
     Example:
         >>> net = nn.Sequential(nn.Dropout(), nn.Linear(2, 2)); net[0] = net[0].eval()
@@ -68,8 +68,8 @@ def evaluation(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Eager mode inside: compiled code runs as it was written, and nothing is compiled: the "force_eager" of torch's
-    stances, for all threads until the last block of any has ended."""
+    """Run compiled code eagerly inside the context, and compile nothing: "force_eager" of torch's stances, for all
+    threads until the last one has left."""
     with _OPEN.lock:
         if not _OPEN.eager:
             _OPEN.stance = torch.compiler.set_stance("force_eager")

@@ -15,7 +15,7 @@ from tilewright.models.base.routers import find_routers, num_experts
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Hidden matrices of a model: those of its hidden layers, each once, in the model's order; frozen ones too.
+    """List the matrices of a model's hidden layers, each once, in the model's order; frozen ones too.
 
     Example:
         >>> blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))

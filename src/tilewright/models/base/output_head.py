@@ -16,7 +16,7 @@ from tilewright.ops.kernels import Kernels
 
 
 def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> TokenLosses:
-    """Loss of an output head: cross-entropy of softmax(head(x)), summed over labels other than -100.
+    """Compute the loss of an output head: cross-entropy of softmax(head(x)), summed over labels other than -100.
 
     Of a head whose rows are cut over ranks (`parallel.inside.tensor`) each takes its own.
 
@@ -35,8 +35,7 @@ def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor)
 
 
 def head_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands of an output head: input in the head's format and its weight, both as its forward would multiply
-    them."""
+    """The input of an output head in its format and its weight, both as its forward would multiply them."""
     dtype: torch.dtype = getattr(head, "compute_dtype", x_ND.dtype)
     operands = getattr(head, "operands", None)  # of a converted head, which may round them
     x_ND, weight_VD = (x_ND, head.weight) if operands is None else operands(x_ND)

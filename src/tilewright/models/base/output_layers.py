@@ -64,13 +64,13 @@ def _outside_of_base(part: Any) -> Iterator[nn.Linear]:
 
 
 def _output_widths(part: Any) -> set[int | None]:
-    """Output widths of a transformers model: how many labels and words it has."""
+    """The output widths that a transformers model may have: its numbers of labels and words."""
     return {getattr(part.config, "num_labels", None), getattr(part.config, "vocab_size", None)}
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers among which outputs are sought: a model's modules, without those that parametrizations of a weight are
-    made of."""
+    """The modules of a model among which output layers are sought; those that parametrizations of a weight are made of
+    are left out."""
     lists = (module for module in model.modules() if isinstance(module, ParametrizationList))
     parts = {inner for found in lists for inner in found.modules()}
     return [module for module in model.modules() if module not in parts]

@@ -47,7 +47,7 @@ def held_weight(module: nn.Module) -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)
 def may_multiply(kind: type[nn.Module], parameter: str) -> bool:
-    """Own weights: true if the code of a class may multiply matrices by this parameter."""
+    """True if the code of a class may itself multiply matrices by this parameter."""
     if not PRODUCTS & (called(kind) | called_by_functions(kind)):
         return False
     uses = _Uses(parameter)

@@ -30,7 +30,7 @@ def is_pairs(batch: Mapping[str, Tensor]) -> bool:
 
 
 def as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Preferences as rows: the answers of a batch of pairs [2 B, S], pair after pair."""
+    """Arrange the answers of a batch of preference pairs as rows [2 B, S], pair after pair."""
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items() if tensor.dim() == 3}
 
 

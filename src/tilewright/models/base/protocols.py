@@ -49,7 +49,7 @@ class InitialValues(Protocol):
     """Initial values of a model. In whatever pieces it is asked for, each element gets the same value."""
 
     def __call__(self, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] = ALL_WHOLE) -> None:
-        """Protocol of initial values: write those of parameters and buffers.
+        """Write the initial values of parameters and buffers.
 
         Args:
             tensors: on the host, contiguous, under their fully qualified names; each whole, or some of its rows.
@@ -64,18 +64,17 @@ class KeyValueCache(Protocol):
 
     @property
     def length(self) -> int:
-        """Protocol of a key/value cache: positions of each row that are in it; of joined caches those of the
-        longest."""
+        """The positions of each row that a key/value cache holds; of joined caches those of the longest."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Protocol of a key/value cache: bytes that it takes, reserved ones too."""
+        """The bytes of a key/value cache, reserved ones too."""
         ...
 
     def growth(self, chunk: int) -> Sequence[tuple[int, float]]:
-        """Protocol of a key/value cache: for each layer the bytes that it takes at most for the positions that it
-        holds, and the number of positions from which on it takes no more (infinity: it always grows).
+        """The most bytes of each layer of a key/value cache for the positions that it holds, and the number of
+        positions from which on they grow no more (infinity: always).
 
         Args:
             chunk: most new positions of a pass, of which a layer with a window may hold all.
@@ -84,13 +83,12 @@ class KeyValueCache(Protocol):
 
     @property
     def takes_pieces(self) -> bool:
-        """Protocol of a key/value cache: true if several tokens may follow those in it in one pass; False: after the
-        first pass one by one."""
+        """True if several tokens may follow those in a key/value cache in one pass; False: after the first pass one by
+        one."""
         ...
 
     def joined(self, rest: Sequence[Any], width: int) -> "KeyValueCache | None":
-        """Protocol of a key/value cache: one of several, each of one row of the same model, for passes of one token of
-        each row.
+        """Join key/value caches, each of one row of the same model, for passes of one token of each row.
 
         Args:
             rest: the others.
@@ -107,11 +105,11 @@ class TrainableModel(nn.Module):
     """The methods that the executor calls. A model of one's own may inherit, or be a module that has these methods."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """Protocol of a trainable model: loss of one micro-batch, whose tensors are on the model's device."""
+        """Compute the loss of one micro-batch, whose tensors are on the model's device."""
         raise NotImplementedError
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Protocol of a trainable model: called once after each optimizer step that was not skipped (balances experts).
+        """Act once after each optimizer step that was not skipped (experts are balanced).
 
         Args:
             group: ranks that train together and saw different data; None, and not passed, on one rank.
@@ -169,8 +167,8 @@ class Model(TrainableModel):
     """The layers that can be treated each in its own way, in order. Empty where none were found."""
 
     def attention_of(self, layer: nn.Module) -> nn.Module | None:
-        """Protocol of models: the attention module of one of `layers` whose result, or the first of several, is what
-        its attention gives out, as wide as the residual stream. None where it has none, or where that is not known."""
+        """Find the attention module of one of the model's `layers`. Its result, or the first of several, is the
+        attention's output, as wide as the residual stream. None if it has none, or if that is not known."""
         raise NotImplementedError
 
     checkpoint_inputs: CheckpointInputs
@@ -185,12 +183,11 @@ class Model(TrainableModel):
     """
 
     def tie_weights(self) -> None:
-        """Protocol of models: tie weights: make one parameter of those that share their values, by the shape. Needed
-        again after `to_empty`."""
+        """Tie weights of the model: make those that share their values one parameter. Needed again after `to_empty`."""
         raise NotImplementedError
 
     def compile_blocks(self, *, waits: bool = False) -> None:
-        """Protocol of models: compile the layers in place with torch.compile.
+        """Compile the model's layers in place with torch.compile.
 
         Args:
             waits: weight gradients will wait (`ops.base.weight_gradient_queue`).
@@ -198,7 +195,7 @@ class Model(TrainableModel):
         raise NotImplementedError
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Protocol of models: the head's input, [B, S, D] in the residual stream's dtype. Language models only.
+        """Compute the head's input, [B, S, D] in the residual stream's dtype. Language models only.
 
         Args:
             batch: input_ids [B, S]; of packed rows positions (of each token in its document; without them 0, 1, ... in
@@ -210,17 +207,16 @@ class Model(TrainableModel):
         raise NotImplementedError
 
     def logits(self, input_ids_BS: Tensor) -> Tensor:
-        """Protocol of models: logits [B, S, V] of whole rows of one document each, all at once. Language models
-        only."""
+        """Compute the logits [B, S, V] of whole rows of one document each, all at once. Language models only."""
         raise NotImplementedError
 
     def new_cache(self, rows: int, length: int) -> KeyValueCache | None:
-        """Protocol of models: an empty cache for `rows` rows of at most `length` positions. None where the model cannot
-        keep one: rows are run whole for each token then, and `notes` says why. Causal language models only."""
+        """Make an empty key/value cache for `rows` rows of at most `length` positions. None if the model cannot keep
+        one: rows are then run whole for each token, and `notes` says why. Causal language models only."""
         raise NotImplementedError
 
     def next_token_logits(self, input_ids_BS: Tensor, cache: Any = None) -> Tensor:
-        """Protocol of models: FP32 logits [B, V] of the token after each row. Causal language models only.
+        """Compute FP32 logits [B, V] of the token after each row. Causal language models only.
 
         Args:
             input_ids_BS: whole rows; with a cache, what follows the positions that are in it.
@@ -229,8 +225,7 @@ class Model(TrainableModel):
         raise NotImplementedError
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
-        """Protocol of models: FP32 logits [N, V] of the tokens after the wanted positions, row by row. Causal language
-        models only.
+        """Compute FP32 logits [N, V] of the tokens after the wanted positions, row by row. Causal language models only.
 
         Args:
             input_ids_BS: rows, which may be padded with any token behind their last wanted position.
@@ -239,8 +234,7 @@ class Model(TrainableModel):
         raise NotImplementedError
 
     def check_save_hf(self, dtype: torch.dtype) -> None:
-        """Protocol of models: raise CheckpointError where `save_hf` in this dtype would be refused. The model may be on
-        the meta device."""
+        """Raise CheckpointError if `save_hf` in this dtype would be refused. The model may be on the meta device."""
         raise NotImplementedError
 
     def save_hf(
@@ -251,7 +245,7 @@ class Model(TrainableModel):
         extra: Mapping[str, Any] | None = None,
         live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        """Protocol of models: write a Hugging Face folder (config.json and safetensors).
+        """Write the model as a Hugging Face folder (config.json and safetensors).
 
         Args:
             folder: made where it does not exist; a model in it is replaced.

@@ -103,8 +103,7 @@ class _Search:
         return [child for child in module.children() if len(self.owners[child]) == 1]
 
     def _code_of(self, module: nn.Module) -> tuple[bool, frozenset[str]]:
-        """Code in the search for routers: true if transformers records a module's result as router logits, and what its
-        own methods call."""
+        """True if transformers records a module's result as router logits, and the names that its own methods call."""
         kind = type(module)
         if kind not in self._code:
             self._code[kind] = recorded_as("router_logits", kind), called(kind)
@@ -112,7 +111,7 @@ class _Search:
 
 
 def _matrices(module: nn.Module) -> list[Tensor]:
-    """Matrices in the search for routers: the weights that a module multiplies by; look-up tables apart."""
+    """The weights that a candidate for a router multiplies by; look-up tables left out."""
     if isinstance(module, nn.Embedding):
         return []
     return [tensor for tensor in own_tensors(module).values() if tensor.ndim == 2 and tensor.is_floating_point()]
@@ -123,8 +122,8 @@ def _rows(owner: nn.Module) -> set[int]:
 
 
 def num_experts(module: nn.Module) -> int:
-    """Number of experts behind routers that a module holds: a collection of modules with like weights, or weights [E,
-    N, K]; else 0. A collection of which other ranks hold the rest says how many there are in all (`num_in_whole`)."""
+    """Count the experts that a module holds behind a router: a collection of modules with like weights, or weights [E,
+    N, K]; else 0. A collection that other ranks hold the rest of says the whole number (`num_in_whole`)."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in module.children()}
         return getattr(module, "num_in_whole", len(module)) if len(shapes) == 1 and shapes != {()} else 0

@@ -52,7 +52,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def keep_layers(model: nn.Module, stack: Stack, kept: Sequence[int]) -> nn.ModuleList:
-    """Keep some layers of a stack: take all others out of the model, in place; the list of all of them."""
+    """Keep some layers of a stack and remove all others from the model, in place; returns the list of all of them."""
     owner_name, _, name = stack.name.rpartition(".")
     owner = model.get_submodule(owner_name)
     layers = owner._modules[name]

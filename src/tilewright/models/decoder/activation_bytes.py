@@ -119,8 +119,7 @@ def tile_bytes(
     num_tokens: int,
     expert_rows: int | None = None,
 ) -> int:
-    """Activation bytes of tiles: those that inputs in codes add to `layer_bytes`: their scales, and the rows that
-    experts are padded with.
+    """Bytes that FP8 inputs add to `layer_bytes`: scales of tiles, and the rows that experts are padded with.
 
     Args:
         num_tokens: of a micro-batch.
@@ -201,7 +200,7 @@ _TOGETHER = (
 
 
 def shared_input(fqn: str) -> tuple[str, int]:
-    """The shared input in activation bytes: equal for linear layers that read one.
+    """The input that a linear layer shares with others, as a name: equal for layers that read the same.
 
     Example:
         >>> shared_input("layers.0.self_attn.q_proj") == shared_input("layers.0.self_attn.v_proj")
@@ -213,14 +212,14 @@ def shared_input(fqn: str) -> tuple[str, int]:
 
 
 def _readers(config: DecoderConfig, layer: int) -> list[tuple[str, ...]]:
-    """Readers of one input in activation bytes: the groups of `_TOGETHER` that this layer has."""
+    """The groups of `_TOGETHER` of a layer's linear layers that read one input."""
     known = _linears(config, layer)
     groups = (tuple(name for name in names if name in known) for names in _TOGETHER)
     return [names for names in groups if names]
 
 
 def _kept_input(storage: Storage, width: int, *readers: str) -> int:
-    """Activation bytes a token of an input of linear layers: as it is for those that read it so, and its codes for the
+    """Bytes per token that an input of linear layers keeps: as it is for layers that read it so, and its codes for the
     others."""
     plain = [name for name in readers if name not in storage.qdata]
     copies = 1 if storage.stream == storage.matmul or storage.compiled else len(plain)
@@ -231,8 +230,8 @@ def _kept_input(storage: Storage, width: int, *readers: str) -> int:
 
 
 def head_bytes(config: DecoderConfig, num_tokens: int, storage: Storage) -> int:
-    """Activation bytes that final norm and loss keep for backward: FP32 input and normalised input, and both finished
-    gradients of the head (`ops.loss`: for x in the matmuls' format, for the weight in FP32)."""
+    """Bytes that final norm and loss keep for backward: FP32 input and normalised input, and both finished gradients of
+    the head (`ops.loss`: for x in the matmuls' format, for the weight in FP32)."""
     norm = num_tokens * (2 * FP32 * config.dim + FP32)
     return norm + num_tokens * config.dim * storage.matmul + config.vocab_size * config.dim * FP32
 
@@ -262,7 +261,7 @@ def _kv_width(config: DecoderConfig) -> int:
 
 
 def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
-    """Activation bytes of selective checkpointing: outputs of matmuls and of attention with its log-sum-exp."""
+    """Bytes that selective checkpointing keeps: outputs of matmuls, and of attention with its log-sum-exp."""
     elements = _projections_kept(config) if config.num_heads else 0
     if not config.ffn_dim:
         return storage.matmul * (elements - config.dim * storage.compiled)
@@ -287,8 +286,8 @@ def _projections_kept(config: DecoderConfig) -> int:
 
 
 def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
-    """Activation bytes of attention: its output, which is as wide as its queries, and its log-sum-exp; linear attention
-    has none."""
+    """Bytes that attention keeps: its output, which is as wide as its queries, and its log-sum-exp, which linear
+    attention lacks."""
     sums = 0 if config.attention == "linear" else FP32 * config.num_heads
     return storage.matmul * config.num_heads * config.qk_head_dim + sums
 
@@ -312,7 +311,7 @@ def _inner_norm(width: int, source: int, storage: Storage, reader: str) -> int:
 
 
 def _linear_none(config: DecoderConfig, storage: Storage) -> int:
-    """Activation bytes of linear attention: it keeps what it reads; behind it are a norm of each head and a gate."""
+    """Bytes that linear attention keeps: its inputs, and those of the norm of each head and the gate behind it."""
     width = config.num_heads * config.head_dim
     norm = _norm_none(config, storage, "q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
     head_norm = width * (storage.matmul if storage.compiled else 2 * FP32) + FP32 * config.num_heads
@@ -340,8 +339,7 @@ def _attention_none(config: DecoderConfig, storage: Storage) -> int:
 
 
 def _swiglu(width: int, storage: Storage, reader: str) -> int:
-    """Activation bytes of SwiGLU: gate, up and their product; eager also keeps silu(gate), and the first three in
-    FP32."""
+    """Bytes that SwiGLU keeps: gate, up and their product; eager also silu(gate), and the first three in FP32."""
     narrow = storage.compiled or reader in storage.fused
     return width * (2 * storage.matmul if narrow else 3 * FP32) + _kept_input(storage, width, reader)
 

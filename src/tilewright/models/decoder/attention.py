@@ -39,8 +39,8 @@ class CausalAttention(nn.Module):
         self.kernels = kernels
 
     def forward(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, segments: Segments) -> Tensor:
-        """Causal attention of the decoder: heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]. Keys and values
-        may be of more positions than queries, which are then the last ones."""
+        """Compute the decoder's causal attention: heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]. Keys and
+        values may have more positions than queries, which are then the last ones."""
         dtype = self.compute_dtype or q_BSHD.dtype
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHD))
         if k.shape[2] > q.shape[2]:
@@ -79,8 +79,8 @@ class GroupedQueryAttention(nn.Module):
         segments: Segments,
         cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
-        """Grouped-query attention: x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the
-        next positions."""
+        """Run grouped-query attention: x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are
+        the next positions."""
         heads = (-1, self.head_dim)
         q_BSHD, k_BSHD, v_BSHD = (project(x_BSD).unflatten(-1, heads) for project in self.readers())
         if cache is None:
@@ -96,7 +96,7 @@ class GroupedQueryAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: keys and values are expanded from one narrow vector a token.
+    """Multi-head latent attention (MLA): keys and values are expanded from one narrow vector per token.
 
     A query or key head is [content | position]: the content part comes from the latent, the rotary part of the key is
     one vector shared by all heads. Queries go through a rank of their own where `q_lora_rank` is not 0.
@@ -146,8 +146,8 @@ class LatentAttention(nn.Module):
         segments: Segments,
         cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
-        """Latent attention (MLA): x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the
-        next positions."""
+        """Run latent attention (MLA): x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are
+        the next positions."""
         q_joined = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))) if self.q_lora_rank else self.q_proj(x_BSD)
         q_nope, q_rope = q_joined.unflatten(-1, (-1, self.qk_head_dim)).split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
@@ -167,15 +167,16 @@ class LatentAttention(nn.Module):
         return self.core(q_BSHD, k_BSHD, v_BSHD, segments)
 
     def _rotate_pairs(self, x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
-        """Rotate pairs in latent attention: to halves, then turned as halves. Queries and keys are permuted alike, so
-        scores are the same."""
+        """Rotate pairs in latent attention: reorder them to halves, which are rotated. Queries and keys are permuted
+        alike, so scores are the same."""
         halves = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return self.kernels.rope(halves, cos_BSR, sin_BSR)
 
 
 class LinearAttention(nn.Module):
-    """The gated delta rule without parameters: the part of a layer whose precision is a rule of its own; see
-    `CausalAttention`, whose settings it has, and `ops.attention`. It goes by chunks: `block` changes nothing."""
+    """Linear attention by the gated delta rule, without parameters: a part of the layer with a precision rule of its
+    own. Its settings are those of `CausalAttention`; see `ops.attention`. It works by chunks: `block` changes
+    nothing."""
 
     def __init__(self, kernels: Kernels):
         super().__init__()
@@ -186,12 +187,12 @@ class LinearAttention(nn.Module):
     def forward(
         self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, decay_BSH: Tensor, rate_BSH: Tensor, segments: Segments
     ) -> Tensor:
-        """Linear attention: heads [B, S, H, D] and their gates -> heads [B, S, H, D]."""
+        """Run linear attention: heads [B, S, H, D] and their gates -> heads [B, S, H, D]."""
         inputs = self._inputs(q_BSHD, k_BSHD, v_BSHD, decay_BSH, rate_BSH)
         return self.kernels.linear_attention(*inputs, segments=segments).transpose(1, 2).to(q_BSHD.dtype)
 
     def from_state(self, state: Tensor | None, q_BSHD: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        """Linear attention from a state: heads of the next positions, from the state of earlier ones, and the state
+        """Continue linear attention from the state of earlier positions: heads of the next positions, and the state
         after them."""
         out_BHSD, state = self.kernels.linear_attention_from(state, *self._inputs(q_BSHD, *rest))
         return out_BHSD.transpose(1, 2).to(q_BSHD.dtype), state
@@ -202,7 +203,7 @@ class LinearAttention(nn.Module):
 
 
 class GatedDeltaAttention(nn.Module):
-    """Linear attention: each head writes to a matrix what it sees, and forgets, at rates that a token sets.
+    """A layer of linear attention: each head writes its values to a matrix, and forgets, at rates that each token sets.
 
     Its output is normed head by head and gated. It has no positions of its own: their order is that of the writes.
     Parameter names are those of flash-linear-attention's Gated DeltaNet.
@@ -235,8 +236,8 @@ class GatedDeltaAttention(nn.Module):
         segments: Segments,
         cache: LayerCache | JoinedLayer | None = None,
     ) -> Tensor:
-        """Gated delta attention: x [B, S, D] -> [B, S, D]; angles are not read. With a cache x are the next
-        positions."""
+        """Run linear attention with its projections: x [B, S, D] -> [B, S, D]; angles are not read. With a cache x are
+        the next positions."""
         heads = (-1, self.head_dim)
         inputs = [project(x_BSD).unflatten(-1, heads) for project in (self.q_proj, self.k_proj, self.v_proj)]
         inputs += [self.a_proj(x_BSD), self.b_proj(x_BSD)]

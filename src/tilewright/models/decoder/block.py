@@ -28,7 +28,8 @@ _ATTENTION = {"gqa": GroupedQueryAttention, "mla": LatentAttention, "linear": Ga
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); one of them may be missing, with its norm.
+    """One layer of the decoder: x + attention(norm(x)), then x + mlp(norm(x)). One of them may be missing, with its
+    norm.
 
     Args:
         config: the shape of this layer, see `DecoderConfig.at`.
@@ -94,9 +95,9 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         give: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Forward of a block: x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None, output of
-        attention [B, S, D] where `give` wants it, else None). With a cache x are the next positions, and nothing is
-        kept for backward."""
+        """Run a block: x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None, output of
+        attention [B, S, D] if `give` wants it, else None). With a cache x are the next positions, and nothing is kept
+        for backward."""
         if cache is not None:
             return _three(self._run(x_BSD, cos, sin, segments, cache))
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run

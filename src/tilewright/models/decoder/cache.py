@@ -38,8 +38,8 @@ class LayerCache:
         """Of linear attention: the number of positions that a state has seen, and the state; at most two."""
 
     def extend(self, *new: Tensor, window: int = 0) -> Sequence[Tensor]:
-        """Extend a layer's cache: tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T,
-        ...], or of all but those that no position sees from here on.
+        """Append the tensors [B, S, ...] of new positions to a layer's cache. Returns those of all positions so far [B,
+        T, ...], or of all that a later position may see.
 
         Args:
             window: positions that each one sees at most, the same in each call; 0: all.
@@ -57,8 +57,8 @@ class LayerCache:
         return [kept.narrow(1, 0, end - self._first) for kept in self._kept]
 
     def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
-        """Reserve in a layer's cache: for each row, the tensors of the positions that one new position sees, [T, ...].
-        The last of them is its own, which the caller writes.
+        """Reserve a place for one new position of each row in a layer's cache. Returns for each row the tensors of the
+        positions that it sees, [T, ...]; the last one is its own, which the caller writes.
 
         Args:
             new: [B, 1, ...], read for their shapes, dtypes and devices.
@@ -98,20 +98,19 @@ class LayerCache:
             kept.narrow(1, 0, tensor.shape[1]).copy_(tensor)
 
     def _move_up(self, first: int, end: int) -> None:
-        """Move a layer's cache up: leave the positions before `first` behind."""
+        """Drop the positions before `first` from a layer's cache, and move the others up."""
         for kept in self._kept:
             kept.narrow(1, 0, end - first).copy_(kept.narrow(1, first - self._first, end - first).clone())
         self._first = first
 
     def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor, window: int = 0) -> Tensor:
-        """Attend with a layer's cache: the result of `attention` for queries of the new positions and, of all positions
-        that they may see, the tensors whose new part is given: [B, S, ...]."""
+        """Run `attention` with a layer's cache: for queries of the new positions, and the tensors [B, S, ...] of all
+        positions that they may see."""
         return attention(q_BSHD, *self.extend(*new, window=window))
 
     def recur(self, attention: Recurrence, *new: Tensor) -> Tensor:
-        """Recur with a layer's cache: the result of `attention` for the state before the new positions (None: there was
-        none) and these; it gives the state behind them too. That before them stays until the pass is counted: one that
-        fails may be run again."""
+        """Run recurrent `attention` from a layer's cached state (None: there is none) over the new positions, and cache
+        the state behind them. The earlier state stays until the pass is counted: a pass that fails may be run again."""
         start, end = self.owner.length, self.owner.length + new[0].shape[1]
         self.owner.check_room(len(new[0]), new[0].shape[1])
         self._states = [(seen, state) for seen, state in self._states if seen == start]
@@ -166,9 +165,9 @@ class DecoderCache:
         self._angles: Angles | None = None
 
     def angles(self, num_new: int, make: Callable[[Tensor], Angles], device: torch.device) -> Angles:
-        """Angles in the decoder's cache: cosine and sine [1, S, R/2] of the next positions. `make` gives those of
-        position ids [1, T]; it is called once, for all positions that there is room for: for each token it would take
-        longer than a layer."""
+        """Cosine and sine [1, S, R/2] of the next positions of the cache. `make` computes those of position ids [1, T].
+        It is called once, for all positions that there is room for: for each token it would take longer than a
+        layer."""
         if self._angles is None:
             self._angles = make(torch.arange(self.capacity, device=device)[None])
         cos, sin = self._angles
@@ -187,7 +186,7 @@ class DecoderCache:
             )
 
     def advance(self, positions: int) -> None:
-        """Advance the decoder's cache: count positions that all layers have written."""
+        """Count positions that all layers have written to the decoder's cache."""
         self.length += positions
 
     def joined(self, rest: Sequence["DecoderCache"], width: int) -> "JoinedCache":
@@ -195,7 +194,7 @@ class DecoderCache:
         return JoinedCache((self, *rest), width)
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
-        """Growth of the decoder's cache: the most bytes of each layer: see `protocols.KeyValueCache.growth`."""
+        """The most bytes of each layer of the decoder's cache: see `protocols.KeyValueCache.growth`."""
         return [layer.growth(chunk) for layer in self.layers]
 
     @property
@@ -232,7 +231,7 @@ class JoinedCache:
         return sum(cache.num_bytes for cache in self._caches)
 
     def angles(self, num_new: int, make: Callable[[Tensor], Angles], device: torch.device) -> Angles:
-        """Angles in joined caches: cosine and sine [B, 1, R/2] of each row's next position."""
+        """Cosine and sine [B, 1, R/2] of the next position of each row of joined caches."""
         pairs = [cache.angles(num_new, make, device) for cache in self._caches]
         pairs += pairs[:1] * (self._width - len(pairs))
         cos, sin = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -251,7 +250,7 @@ class JoinedCache:
             cache.check_room(1, 1)
 
     def advance(self, positions: int) -> None:
-        """Advance joined caches: count positions that all layers have written."""
+        """Count positions that all layers have written to joined caches."""
         for cache in self._caches:
             cache.advance(positions)
 
@@ -263,7 +262,7 @@ class JoinedLayer:
         self._layers = layers
 
     def attend(self, attention: Attention, q_BSHD: Tensor, *new: Tensor, window: int = 0) -> Tensor:
-        """Attend with a layer of joined caches: see `LayerCache.attend`; row by row."""
+        """Run attention with a layer of joined caches, row by row: see `LayerCache.attend`."""
         rows = [
             layer.attend(attention, q_BSHD[i : i + 1], *(tensor[i : i + 1] for tensor in new), window=window)
             for i, layer in enumerate(self._layers)
@@ -271,12 +270,12 @@ class JoinedLayer:
         return torch.cat([*rows, *rows[:1] * (len(q_BSHD) - len(rows))])
 
     def reserve(self, *new: Tensor, window: int = 0) -> Sequence[Sequence[Tensor]]:
-        """Reserve in a layer of joined caches: the tensors of the positions that one new position of each row sees; see
-        `LayerCache.reserve`; of the rows that have a cache."""
+        """Reserve a place for one new position of each row that has a cache, in a layer of joined caches; see
+        `LayerCache.reserve`."""
         rows = enumerate(self._layers)
         return [layer.reserve(*(tensor[i : i + 1] for tensor in new), window=window)[0] for i, layer in rows]
 
     def recur(self, attention: Recurrence, *new: Tensor) -> Tensor:
-        """Recur with a layer of joined caches: see `LayerCache.recur`; row by row."""
+        """Run recurrent attention with a layer of joined caches, row by row: see `LayerCache.recur`."""
         rows = [layer.recur(attention, *(tensor[i : i + 1] for tensor in new)) for i, layer in enumerate(self._layers)]
         return torch.cat([*rows, *rows[:1] * (len(new[0]) - len(rows))])

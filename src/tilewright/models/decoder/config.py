@@ -152,8 +152,8 @@ class DecoderConfig:
         return made.at(0) if len(set(shapes)) == 1 else made
 
     def at(self, layer: int) -> "DecoderConfig":
-        """The decoder's config at one layer: with its shape in the fields of the model, so that it reads as one whose
-        layers are alike.
+        """The config of one layer, with its shape in the fields of the whole decoder, so that it reads as a decoder
+        whose layers are alike.
 
         Example:
             >>> config = DecoderConfig.of(
@@ -212,7 +212,7 @@ class DecoderConfig:
         return tuple(field.name for field in fields(cls) if field.name in ModelSection.model_fields)
 
     def _entry(self, layer: int, shape: LayerShape) -> dict[str, Any]:
-        """A recipe's entry for one layer of the decoder's config: what differs from the fields of the model."""
+        """The entry of a recipe for one layer: its differences from the fields of the decoder's config."""
         own = {name: getattr(shape, name) for name in LayerSection.model_fields if name != "repeat"}
         usual = {name: getattr(self, name) for name in own}
         if self.num_experts and layer >= self.num_dense_layers:

@@ -179,7 +179,7 @@ class Decoder(Model):
     logits = forward  # see `protocols.Model`
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """The decoder's loss: cross-entropy summed over the targets of one micro-batch.
+        """Compute the decoder's loss: cross-entropy summed over the targets of one micro-batch.
 
         Args:
             batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
@@ -208,7 +208,7 @@ class Decoder(Model):
         return block.self_attn if block.has_attention and block.can_give else None
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """The tensors that all layers of the decoder read too: cos and sin of the positions, documents."""
+        """The tensors that all layers of the decoder read: cos and sin of the positions, documents."""
         batch = rows_of(batch)
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
@@ -217,7 +217,7 @@ class Decoder(Model):
         return {"cos": cos, "sin": sin, **document_tensors(self.kernels.documents(batch)), **of_batch(batch)}
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """The decoder's prologue: embedded tokens [B, S, D], and `context`."""
+        """Compute the input of the decoder's first layer: embedded tokens [B, S, D], and `context`."""
         return self._embedded(rows_of(batch)["input_ids"]), self.context(batch)
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
@@ -228,7 +228,7 @@ class Decoder(Model):
         return x_BSD if self.hidden_loss is None else self.hidden_loss(index, x_BSD, given_BSD, context), load_E
 
     def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
-        """The decoder's epilogue: final norm, head and loss."""
+        """Compute the decoder's loss from its last layer's output: final norm, head and loss."""
         x_BSD = self.model.norm(x_BSD)
         if is_pairs(batch):
             return preference_loss(row_losses(self.kernels, self.lm_head, x_BSD, rows_of(batch)["labels"]), batch)
@@ -372,8 +372,8 @@ class Decoder(Model):
 
     @torch.no_grad()
     def aux_metrics(self, loads: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The decoder's metrics: add this micro-batch's loads up for `after_step`; how far the fullest expert is above
-        the mean."""
+        """Add the loads of this micro-batch up for `after_step`, and measure how far the fullest expert is above the
+        mean."""
         if not loads:
             return {}
         load_LE = torch.stack(list(loads))

@@ -131,7 +131,7 @@ class FlopCount:
 
     @property
     def backward(self) -> float:
-        """FLOPs of backward by plain rules: two matmuls for each one of forward."""
+        """FLOPs of backward: two matmuls for each one of forward."""
         return 2 * self.forward
 
     def step(self, activation_checkpoint: str = "none") -> float:

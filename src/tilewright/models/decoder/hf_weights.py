@@ -148,7 +148,7 @@ def _copy_files(
     scales: Mapping[str, Tensor],
     first_rows: Mapping[str, int],
 ) -> None:
-    """Copy files of Hugging Face weights: the tensors that are not in FP8, opening each file once."""
+    """Copy the tensors of a Hugging Face folder that are not in FP8, opening each file once."""
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(stored[name].file, []).append(name)
@@ -276,16 +276,16 @@ def _matrix(tensor: Tensor) -> tuple[int, int]:
 
 
 def _split_linears(model: nn.Module, keep: Collection[str]) -> tuple[set[str], set[str]]:
-    """Split linear layers of Hugging Face weights: names of those to write in FP8, and of the linear layers that are
-    not: head and `keep`."""
+    """Divide the decoder's linear layers into those written in FP8, and those that are not: head and `keep`."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     high = kept_names(linears, keep) | {name for name in linears if not name.startswith("model.layers.")}
     return {f"{name}.weight" for name in linears - high}, high
 
 
 def _stored_state(model: nn.Module) -> dict[str, Tensor]:
-    """State to store as Hugging Face weights: parameters and persistent buffers under their stored names; of tied ones
-    the first name only. Projections to a teacher's hidden values are of the run, not of the model."""
+    """The tensors that a Hugging Face folder of the decoder stores: parameters and persistent buffers under their
+    stored names, tied ones by their first name only. Projections to a teacher's hidden values belong to the run, not to
+    the model."""
     seen: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     own = {name: tensor for name, tensor in state.items() if not name.startswith(f"{HIDDEN_LOSS}.")}

@@ -39,13 +39,13 @@ def name_seed(seed: int, name: str) -> int:
 
 
 def init_decoder(model: Decoder, seed: int) -> None:
-    """Initialise a decoder: give all parameters and buffers the values of `decoder_values`, in place."""
+    """Initialise all parameters and buffers of a decoder by `decoder_values`, in place."""
     own, rules = model.state_dict(keep_vars=True), dict(initial_rules(model))
     _apply(rules, {}, seed, {name: own[name] for name in rules})
 
 
 def decoder_values(model: Decoder, seed: int) -> InitialValues:
-    """Initial values of a decoder: normal weights with deviation `config.init_std`, norms one, routing biases zero.
+    """The initial values of a decoder: normal weights with deviation `config.init_std`, norms one, routing biases zero.
 
     Projections that write into the residual stream (o_proj, down_proj) start smaller by sqrt(2 * num_layers), so
     that the stream's variance does not grow with depth (Radford et al., GPT-2, 2019, section 2.3).
@@ -85,7 +85,7 @@ def _apply(
     tensors: Mapping[str, Tensor],
     first_rows: Mapping[str, int] = ALL_WHOLE,
 ) -> None:
-    """Apply rules of initial values: fill tensors, or rows of them. Threads draw; a core draws some 100 million numbers
+    """Fill tensors, or rows of them, by rules of initial values. Threads draw; a core draws some 100 million numbers
     per second.
 
     Args:
@@ -113,8 +113,8 @@ def _apply(
 
 @torch.no_grad()
 def fill_normal(out: Tensor, offset: int, count: int, std: float, seed: int) -> None:
-    """Fill initial values: draw `torch.empty(count).normal_(0, std)` from a generator of its own, into `out` what
-    belongs there.
+    """Draw `torch.empty(count).normal_(0, std)` from a generator of its own, and write into `out` the part that belongs
+    there.
 
     Args:
         out: one-dimensional.

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         """A norm that adds 8-bit copies for the layers that read it. Set by `precision.convert`."""
 
     def forward(self, x: Tensor) -> Tensor | WithCopies:
-        """RMSNorm of the decoder: x [..., D] any float dtype -> the same."""
+        """Normalise x by RMSNorm: x [..., D] any float dtype -> the same."""
         if self.quantizing is not None:
             return self.quantizing(x, self.weight, self.eps)
         return self.kernels.rms_norm(x, self.weight, self.eps)
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)).
+    """The decoder's MLP with SwiGLU: down(silu(gate(x)) * up(x)).
 
     See: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
@@ -56,7 +56,7 @@ class MLP(nn.Module):
         """SwiGLU that adds 8-bit copies for the last layer. Set by `precision.convert`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """SwiGLU MLP of the decoder: x [..., D] -> [..., D]."""
+        """Run the decoder's SwiGLU MLP: x [..., D] -> [..., D]."""
         swiglu = self.quantizing or self.kernels.swiglu
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
@@ -65,12 +65,12 @@ class MLP(nn.Module):
         return [self.gate_proj, self.up_proj]
 
     def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
-        """The linear layers of the decoder that read what SwiGLU makes: see `Block.quantized_readers`."""
+        """The linear layers that read the result of SwiGLU: see `Block.quantized_readers`."""
         yield self, "swiglu", [self.down_proj]
 
 
 def rope_angles(positions: Tensor, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Rotary angles of the decoder: cosine and sine of each position and pair.
+    """Compute the cosine and sine of the rotary angle of each position and pair.
 
     Pair i of R/2 turns by position * theta^(-2i/R). The frequencies are computed here, not kept in a buffer, so a
     model on the meta device has nothing to restore.
@@ -95,7 +95,7 @@ class StreamSlices(Protocol):
     of rows. All ranks call each of these together. B rows, S positions, s of a slice, D model width."""
 
     def positions(self, length: int) -> int:
-        """Slices of the decoder's stream: s positions of one, of S in all."""
+        """The number s of positions in one slice of the decoder's stream of `length` positions."""
         ...
 
     def enter(self, x_BSD: Tensor) -> Tensor:
@@ -107,12 +107,12 @@ class StreamSlices(Protocol):
         ...
 
     def documents_of(self, segments_BS: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
-        """Slices of the decoder's stream: that of documents' numbers, below 0 where there is no token; None where there
-        is one everywhere."""
+        """The document numbers of a slice of the decoder's stream, below 0 where there is no token; None if there is a
+        token everywhere."""
         ...
 
     def token_numbers(self, rows: int, device: torch.device) -> Tensor:
-        """Slices of the decoder's stream: the numbers [B * s] of a slice's tokens among the B * S of all."""
+        """The numbers [B * s] of a slice's tokens among the B * S of the decoder's stream."""
         ...
 
     def total(self, x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Router(nn.Module):
         Set around a layer, by `SameChoices` and `memory.layer_major.replay`."""
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Router of MoE: x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""
+        """Route tokens to experts (MoE): x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""
         scores_NE = self.kernels.linear(x_ND.float(), self.weight).sigmoid()
         if self.choices is None:
             experts_NK = self._choose(scores_NE)
@@ -83,7 +83,7 @@ class Router(nn.Module):
         return choice_NE.topk(self.num_chosen, dim=-1, sorted=False).indices
 
     def _limit_groups(self, choice_NE: Tensor) -> Tensor:
-        """Limit the groups of a MoE router: minus infinity for experts outside of those that a token may route to."""
+        """Put minus infinity on experts outside of the groups that a token may be routed to."""
         choice_NGE = choice_NE.unflatten(-1, (self.num_groups, -1))
         best = choice_NGE.topk(min(2, choice_NGE.shape[-1]), dim=-1).values.sum(-1)
         groups = best.topk(self.num_limited_groups, dim=-1, sorted=False).indices
@@ -116,7 +116,7 @@ class SameChoices:
         self._experts_NK: Tensor | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """The same choices of experts (MoE) in a second run: function(*args)."""
+        """Run function(*args) a second time with the same choices of experts."""
         before = self._router.choices
 
         def choice(choose: Callable[[], Tensor]) -> Tensor:
@@ -161,8 +161,8 @@ class MoE(nn.Module):
         their experts are. Set by `precision.lora`."""
 
     def forward(self, x_BSD: Tensor, segments: Segments = None) -> tuple[Tensor, Tensor]:
-        """Mixture of experts (MoE): x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding
-        left out)."""
+        """Run a mixture of experts (MoE): x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert,
+        padding left out)."""
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
         run: Callable[..., Tensor] = self.run_experts
@@ -215,8 +215,8 @@ class MoE(nn.Module):
         return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
 
     def _keys(self, experts_NK: Tensor, token_N: Tensor | None) -> Tensor:
-        """Keys for dropout in MoE: a random int32 [N, K] for each token and expert, a function of one draw, the token's
-        number and the expert: the same wherever the two meet, and whatever other tokens do."""
+        """Draw a random int32 key [N, K] for dropout, for each token and expert. It is a function of one draw, the
+        token's number and the expert: the same on whatever rank the two meet, and whatever other tokens do."""
         num_tokens, device = len(experts_NK), experts_NK.device
         draw = torch.randint(-(2**31), 2**31 - 1, (), dtype=torch.int32, device=device)
         numbers_N = torch.arange(num_tokens, device=device) if token_N is None else token_N
@@ -252,8 +252,7 @@ class MoE(nn.Module):
 
 
 def _row_multiple(mean_rows: int, device_type: str) -> int:
-    """Row multiple in MoE: the number of which the rows of an expert are a multiple after padding: on a CPU about a
-    quarter of the mean load, else 1.
+    """The multiple to which the rows of an expert are padded: about a quarter of the mean load on a CPU, else 1.
 
     oneDNN prepares and keeps code for every new shape (0.25 MB and a millisecond each), and unpadded loads are a new
     shape each time: memory grew by 100 MiB per step, and half of the time went there. So the mean is that of even

@@ -59,7 +59,7 @@ def call_layer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Tensor | None]:
-    """Call a layer of a foreign model: the results, and what its attention gave out, where that is learned.
+    """Call a layer of a third-party model: its results, and the output of its attention if that is learned.
 
     Args:
         hidden_loss: of the pairs; None: no layer learns.
@@ -78,7 +78,7 @@ def call_layer(
 def learned(
     hidden_loss: HiddenLoss | None, index: int, x_BSD: Tensor, given_BSD: Tensor | None, context: LayerContext
 ) -> Tensor:
-    """Learned hidden values of a foreign layer: its output; backward adds the gradient of its loss, if it has one.
+    """Return the output of a third-party layer; backward adds the gradient of its loss on hidden values, if it has one.
     Outside of autocast.
 
     Args:

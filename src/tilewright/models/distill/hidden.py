@@ -103,8 +103,8 @@ class HiddenLoss(nn.Module):
         return ("attention", layer) in self._places
 
     def forward(self, layer: int, x_BSD: Tensor, given_BSD: Tensor | None, context: LayerContext) -> Tensor:
-        """Forward with hidden values to learn: the stream as it is; backward adds the gradient of the losses of a
-        layer's pairs to its gradient.
+        """Return the stream as it is; backward adds the gradient of the losses on a layer's hidden values to its
+        gradient.
 
         Args:
             layer: of the student, just run.
@@ -158,8 +158,7 @@ class HiddenLoss(nn.Module):
 
 
 def of_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Hidden values in a batch: the entries of a context for `HiddenLoss`; none of a batch without a teacher's hidden
-    values."""
+    """The entries of a context for `HiddenLoss` from a batch; none if the batch has no hidden values of a teacher."""
     if VALUES not in batch:
         return {}
     values, labels = batch[VALUES], batch["labels"]
@@ -225,7 +224,7 @@ class _Noted(torch.autograd.Function):
 
 @contextmanager
 def captured(modules: Mapping[K, nn.Module]) -> Iterator[dict[K, Tensor]]:
-    """Captured hidden values: inside, what some modules give out when they run, of several results the first.
+    """Capture the outputs of some modules inside the context; of several results the first.
 
     Args:
         modules: by the names that they have in what is returned.

@@ -36,7 +36,7 @@ def bytes_per_position(top_k: int, vocab_size: int) -> int:
 
 
 def handed_on_bytes(top_k: int) -> int:
-    """Bytes of a position's kept tokens in a batch: tokens in int64, logarithms in FP32.
+    """The bytes per position of a teacher's kept tokens in a batch: tokens in int64, logarithms in FP32.
 
     Example:
         >>> handed_on_bytes(32)
@@ -64,7 +64,7 @@ class Keeping(NamedTuple):
 
 
 def keeping(divergence: str) -> Keeping:
-    """Keeping tokens of a teacher: the way to keep its rows for one of `DIVERGENCES`.
+    """Choose how a teacher's rows are kept for one of `DIVERGENCES`.
 
     Example:
         >>> [keeping(name).name for name in ("forward_kl", "reverse_kl", "jensen_shannon")]
@@ -81,7 +81,7 @@ def keeping(divergence: str) -> Keeping:
 
 
 def encode(ids_NK: Tensor, log_NG: Tensor, vocab_size: int) -> np.ndarray:
-    """Encode kept tokens: bytes of positions, uint8 [N, `bytes_per_position`]; see the top of the file.
+    """Encode kept tokens as bytes of positions, uint8 [N, `bytes_per_position`]; see the top of the file.
 
     Args:
         ids_NK: tokens.
@@ -95,7 +95,7 @@ def encode(ids_NK: Tensor, log_NG: Tensor, vocab_size: int) -> np.ndarray:
 
 
 def decode(kept: np.ndarray, top_k: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Decode kept tokens: int64 [N, K] and logarithms FP32 [N, G], as they were rounded.
+    """Decode kept tokens to int64 [N, K] and logarithms FP32 [N, G], as they were rounded.
 
     Args:
         kept: of `encode`.

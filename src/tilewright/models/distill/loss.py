@@ -39,7 +39,7 @@ TOLD = ("cross_entropy", "distillation")
 
 
 def how(temperature: float, weight: float, divergence: str) -> Tensor:
-    """How a batch's distillation loss is made: the entry `HOW`."""
+    """The settings of a batch's distillation loss as its entry `HOW`."""
     return torch.tensor([temperature, weight, DIVERGENCES.index(divergence)], dtype=torch.float32)
 
 

@@ -43,7 +43,7 @@ _SLICE_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in FP8: where its codes and scales lie, and the block that a scale belongs to."""
+    """The places of an FP8 weight's codes and scales in its files, and the block that one scale belongs to."""
 
     name: str
     qdata: StoredTensor
@@ -110,7 +110,7 @@ def _orphans(stored: Mapping[str, StoredTensor], scales: set[str]) -> Iterator[P
 
 
 def _scale_problem(name: str, qdata: StoredTensor, stored: Mapping[str, StoredTensor], tile: Tile) -> Problem | None:
-    """The problem of an FP8 weight's scale: why it cannot be used."""
+    """Explain why the scale of an FP8 weight cannot be used; None if it can."""
     scale = stored.get(name + SCALE_SUFFIX)
     if len(qdata.shape) != 2:
         return Problem(
@@ -266,19 +266,19 @@ def stored_bytes(shape: tuple[int, int]) -> int:
 
 
 def encode_weight(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
-    """Encode a weight in FP8: codes and scales under their names in a file."""
+    """Encode a weight in FP8: its codes and scales under their names in a file."""
     qdata, scale_inv = to_stored(weight_NK)
     return {name: qdata, name + SCALE_SUFFIX: scale_inv}
 
 
 def kept_names(names: Iterable[str], keep: Iterable[str]) -> set[str]:
-    """The module names kept out of FP8 in a folder: those that a glob of `keep` matches."""
+    """The module names that a glob of `keep` matches, which FP8 leaves out."""
     patterns = tuple(keep)
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def warn_of_ragged(shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Warn of ragged FP8 weights: say which transformers (seen in 5.23) cannot decode on a machine without a GPU.
+    """Warn of FP8 weights with ragged tiles that transformers (seen in 5.23) cannot decode on a machine without a GPU.
 
     It takes the block from shape / grid, which is right only where the blocks have one size.
     """
@@ -299,7 +299,7 @@ def has_even_blocks(shape: tuple[int, int]) -> bool:
 
 @torch.no_grad()
 def encode_folder(folder: Path, coded: Collection[str], rest: torch.dtype) -> None:
-    """Encode a folder in FP8: store matrices so in one that transformers wrote: rewrite it file by file.
+    """Rewrite a folder that transformers wrote, file by file, with some matrices in FP8.
 
     Args:
         folder: holds safetensors, and an index where there are several.

@@ -37,16 +37,16 @@ class Hub:
         self._hub = _package(repo)
 
     def cached(self, revision: str) -> Path | None:
-        """The hub's cached folder of a revision ("": main) as it was last seen; None where the cache has no
-        configuration of it."""
+        """The hub's cached folder of a revision ("": main) as it was last seen; None if the cache has no configuration
+        of it."""
         file = self._hub.try_to_load_from_cache(
             self.repo, "config.json", cache_dir=self.cache, revision=revision or None
         )
         return Path(file).parent if isinstance(file, str) else None
 
     def download(self, revision: str, weights: bool) -> Path:
-        """Download from the hub: bring the cache to what it has, or say that it cannot be asked; the folder, which may
-        lack files.
+        """Download a revision from the hub into the cache and return its folder, which may lack files. It says so if
+        the hub cannot be asked.
 
         Raises:
             CheckpointError: see `resolve.find_model`.
@@ -176,7 +176,7 @@ def _package(repo: str) -> Any:
 
 
 def _small_files(files: Iterable[str]) -> list[str]:
-    """Small files of a hub's repository: configuration, tokenizer and templates, of its top; formats without a
+    """The small files at the top of a hub's repository: configuration, tokenizer and templates; formats without a
     tokenizer.json too."""
     files = list(files)
     wanted = [name for name in files if "/" not in name and name.endswith((".json", ".jinja"))]
@@ -202,7 +202,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _reason(error: Exception) -> str:
-    """Why the hub failed: the status of an answer, or the first line of what went wrong."""
+    """The reason of a hub's failure: the status of an answer, or the first line of the error."""
     if (status := _status(error)) is not None:
         return f"the hub answers {status}"
     lines = str(error).strip().splitlines()

@@ -36,7 +36,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a name of the hub to resolve it: repository and revision; no revision: "".
+    """Split a name of the hub into repository and revision; no revision: "".
 
     Example:
         >>> split_name("Qwen/Qwen3-0.6B@main")
@@ -47,7 +47,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_pinned(name: str) -> bool:
-    """Resolved for good: true if a hub's name has the hash of a revision, which never means other files."""
+    """True if a hub's name has the hash of a revision, which never means other files."""
     return _HASH.fullmatch(split_name(name)[1]) is not None
 
 
@@ -87,8 +87,8 @@ def find_model(name: str, *, weights: bool = True, endpoint: str | None = None, 
 
 
 def local_folder(name: str) -> str:
-    """Resolve without the hub: the folder of a model that stands in a recipe, where the run has found it before.
-    It makes no network request.
+    """Resolve the model that a recipe names to the folder where the run has found it before. It makes no network
+    request.
 
     Args:
         name: a folder, or a hub's name; "" stays "".
@@ -103,7 +103,7 @@ def local_folder(name: str) -> str:
 
 
 def missing_files(folder: Path, weights: bool) -> list[str]:
-    """Missing files: names of those that the resolved folder of a model lacks."""
+    """Names of files that the resolved folder of a model lacks."""
     if not (folder / "config.json").is_file():
         return ["config.json"]
     names = weight_files(folder) if weights else []

@@ -32,8 +32,8 @@ _HALF_HEAD = ("short_factor", "long_factor")
 
 
 def smaller(config: Mapping[str, Any], num_layers: int = 2) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Shrink a model: smaller configs of a model with the change in words; the smallest first, the last one with all
-    layers whole.
+    """Yield smaller configs of a model, each with the change in words: the smallest first, the last one with all layers
+    whole.
 
     Args:
         config: of a model.
@@ -53,7 +53,7 @@ def smaller(config: Mapping[str, Any], num_layers: int = 2) -> Iterator[tuple[st
 
 
 def _shallow(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Shrink to a shallow config: so many layers, of each of the parts that have a config of their own."""
+    """Shrink a config to `num_layers` layers in each of the parts that have a config of their own."""
     depth = next((config[name] for name in DEPTHS if isinstance(config.get(name), int)), 0)
     kept = _kept(config, depth, num_layers)
     changed: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def _shallow(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def _kept(config: Mapping[str, Any], depth: int, num_layers: int) -> list[int]:
-    """The kept layers of a model that is shrunk: the first ones, and among them the first one of another kind."""
+    """Choose the layers that a shrunk model keeps: the first ones, with the first one of another kind among them."""
     kinds = config.get("layer_types")
     known = kinds if isinstance(kinds, list) and len(kinds) == depth else []
     other = next((i for i, kind in enumerate(known) if kind != known[0]), 1)

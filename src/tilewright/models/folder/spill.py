@@ -15,8 +15,7 @@ from torch import Tensor
 
 @contextmanager
 def spilled(folder: Path) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Spill tensors: a function that copies one into a file beside the others and returns it mapped, to be read until
-    the end.
+    """A function that copies a tensor into a file beside the others and returns it mapped, to be read until the end.
 
     Args:
         folder: on whose disk they wait; it must exist. Nothing is left in it.

@@ -7,8 +7,8 @@ from torch import nn
 
 
 def attention_in(net: nn.Module, layer: nn.Module) -> nn.Module | None:
-    """The attention of a Hugging Face layer: the module whose first result is what the layer's attention gives out, of
-    which a model's class says "attentions"; None where that is none of the layer's modules, or several.
+    """Find the module of a Hugging Face layer whose first result is the attention's output, by what the model's class
+    calls "attentions"; None if it is none of the layer's modules, or several.
 
     Args:
         net: of transformers.
@@ -32,8 +32,8 @@ def attention_in(net: nn.Module, layer: nn.Module) -> nn.Module | None:
 
 
 def _targets(said: Any) -> Iterator[tuple[type[nn.Module], str]]:
-    """Targets of recorders of attentions: classes of modules, each with a part of their names: of a class, of a
-    recorder of outputs, or of several."""
+    """The classes of modules that transformers' recorders of attentions name, each with a part of the modules' names. A
+    recorder may be a class, a recorder of outputs, or several."""
     for one in said if isinstance(said, (list, tuple)) else (said,):
         made = getattr(one, "target_class", one)
         if isinstance(made, type):

@@ -49,8 +49,8 @@ class HFCache:
         return sum(map(_held_bytes, self._layers))
 
     def growth(self, chunk: int) -> list[tuple[int, float]]:
-        """Growth of a Hugging Face cache: the most bytes of each layer: see `protocols.KeyValueCache.growth`. A layer
-        with a window keeps a view of a pass and of what was before; of a prompt that runs in one pass it keeps all."""
+        """The most bytes of each layer of a Hugging Face cache: see `protocols.KeyValueCache.growth`. A layer with a
+        window keeps a view of a pass and of what was before; of a prompt that runs in one pass it keeps all."""
         return [(_held_bytes(layer), self._most(layer, chunk)) for layer in self._layers]
 
     def _most(self, layer: Any, chunk: int) -> float:
@@ -73,8 +73,8 @@ class HFCache:
 
 
 def _held_bytes(layer: Any) -> int:
-    """Held bytes of a Hugging Face cache: of the memory behind a layer's tensors: some may be views of a part, and
-    states stand by number."""
+    """The bytes of memory behind the tensors of a Hugging Face cache's layer: some may be views of a part, and states
+    are kept by number."""
     held = [*vars(layer).values()]
     held += [state for states in held if isinstance(states, dict) for state in states.values()]
     return sum(t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor))
@@ -90,7 +90,7 @@ def cache_name(net: "PreTrainedModel") -> str | None:
 
 
 def next_logits(net: "PreTrainedModel", input_ids_BS: Tensor, cache: HFCache | JoinedHFCache | None) -> Tensor:
-    """Next logits with a Hugging Face cache: FP32 [B, V] of the token after each row; see
+    """Compute FP32 logits [B, V] of the token after each row with a Hugging Face cache; see
     `protocols.Model.next_token_logits`."""
     takes = inspect.signature(net.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # all logits of a prompt may be gigabytes

@@ -21,8 +21,7 @@ _BLOCK_BYTES = 64 * 2**20
 
 
 def converted_values(net: Any, stored: Mapping[str, StoredTensor], copy_stored: InitialValues) -> InitialValues | None:
-    """Converted values: reader of weights whose names or shapes transformers converts, from a folder; None where some
-    are missing.
+    """A reader of a folder's weights whose names or shapes transformers converts; None if some are missing.
 
     Args:
         net: a `PreTrainedModel`, perhaps on the meta device, as transformers makes it.
@@ -61,8 +60,7 @@ def _copy_rows(source: Recorded, target: Tensor, first: int, read: Callable[[str
 
 
 def _follow(net: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Recorded]:
-    """Follow transformers' conversion: the model's tensors as it (seen in 5.23) makes them of stored ones, by the
-    model's names."""
+    """Make a model's tensors from stored ones as transformers (seen in 5.23) converts them, by the model's names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,

@@ -41,7 +41,7 @@ class Fp8Plan:
 
 
 def plan_fp8(net: Any) -> Fp8Plan:
-    """Decide what of a transformers model is stored in FP8: the matrices of linear layers and of stacked experts.
+    """Choose the weights of a transformers model to store in FP8: the matrices of linear layers and of stacked experts.
 
     Left out are what has no layer number in its name (embeddings, heads), routers, layers with one output, weights that
     are read otherwise than by calling their layer, matrices whose 128x128 blocks are not all of one size (transformers
@@ -122,7 +122,7 @@ def _skeleton(net: Any) -> nn.Module:
 
 
 def _convertible(skeleton: nn.Module) -> set[str]:
-    """Convertible modules by FP8 names: those that transformers makes FP8 modules of unless config.json names them."""
+    """Modules that transformers turns into FP8 modules unless config.json names them."""
     modules = dict(skeleton.named_modules())
     experts = {name for name in modules if _is_experts(name)}
     linears = {name for name, module in modules.items() if type(module) is nn.Linear}
@@ -160,7 +160,7 @@ def _num_scales(shape: tuple[int, ...]) -> int:
 
 
 def _read_elsewhere(net: nn.Module) -> Iterator[nn.Module]:
-    """FP8 names that are read elsewhere: modules whose weight the code of their parent reads: Mamba multiplies by
+    """Modules whose weight the code of their parent reads, which FP8 must leave out: Mamba multiplies by
     `dt_proj.weight` itself.
 
     Nothing would decode such a weight where transformers keeps it in FP8.
@@ -190,8 +190,8 @@ def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _experts_scales(name: str, experts: nn.Module, config: Any) -> dict[str, int]:
-    """FP8 names of stacked experts: their weights, [E, N, K] each, and their scales; empty where transformers has no
-    such module."""
+    """Names of stacked experts' weights in FP8, [E, N, K] each, and of their scales; empty if transformers has no such
+    module."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     own = {key: tuple(param.shape) for key, param in experts.named_parameters()}
@@ -232,7 +232,7 @@ class _Traced(Tensor):
 
 
 def _stored_pieces(net: Any) -> Mapping[str, dict[str, _Traced]]:
-    """Stored pieces under FP8 names: for each parameter what the folder holds of it, as transformers names it."""
+    """The parts of each parameter that an FP8 folder holds, as transformers names them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {}
@@ -259,8 +259,7 @@ def _fits(pieces: Mapping[str, _Traced], num_scales: int) -> bool:
 
 
 def _skip_names(module: str, stored: Iterable[str], renamings: Iterable[Any]) -> set[str]:
-    """Names to skip in FP8: that of a module in `modules_to_not_convert`, whose names transformers converts like those
-    of weights."""
+    """Names of a module in `modules_to_not_convert`, which transformers converts like those of weights."""
     if _as_loaded(module, renamings) == module:
         return {module}
     owners = {name.rpartition(".")[0] for name in stored}

@@ -56,13 +56,13 @@ class JoinedHFCache:
         return torch.tensor(lengths, device=device)[:, None]
 
     def advance(self) -> None:
-        """Advance joined rows: count the token that all layers have written."""
+        """Count the token that all layers have written to joined rows."""
         for cache in self._caches:
             cache.length += 1
 
 
 class _Pasts:
-    """The model's cache in a pass: that of the first row, but for what is written."""
+    """The cache of joined rows that a model's pass reads: that of the first row, except for what is written."""
 
     def __init__(self, pasts: Sequence[Any]):
         self._pasts = pasts
@@ -70,7 +70,7 @@ class _Pasts:
     def update(
         self, key_BHSD: Tensor, value_BHSD: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Update joined rows: new keys and values of all -> those of all positions, row by row."""
+        """Write new keys and values of all joined rows, and return those of all positions, row by row."""
         pairs = [
             past.update(key_BHSD[i : i + 1], value_BHSD[i : i + 1], layer_idx, *args, **kwargs)
             for i, past in enumerate(self._pasts)
@@ -82,7 +82,7 @@ class _Pasts:
 
 
 def why_no_rows(net: "PreTrainedModel") -> str | None:
-    """Why rows cannot be joined: the model's attention cannot be asked to go row by row; None where it may."""
+    """Explain why rows cannot be joined: the model's attention cannot be called row by row; None if it can."""
     name = type(net).__name__
     if "position_ids" not in inspect.signature(net.forward).parameters:
         return f"{name} takes no positions"

@@ -140,8 +140,8 @@ def init_hf(model: HFModel, seed: int) -> None:
 
 
 def weight_owners(net: nn.Module) -> dict[str, Any]:
-    """Owners of weights to draw for a Hugging Face model: the one that knows how to draw the weights of each module:
-    the innermost one around it."""
+    """Find the module that draws the initial weights of each module of a Hugging Face model: the innermost one around
+    it that can."""
     from transformers.modeling_utils import PreTrainedModel
 
     owners: dict[str, Any] = {}

@@ -124,7 +124,7 @@ class HFModel(Model):
             )
 
     def tie_weights(self) -> None:
-        """Tie weights of a Hugging Face model: those that share their values; see `protocols.Model`."""
+        """Tie the weights of a Hugging Face model that share their values; see `protocols.Model`."""
         self.net.tie_weights()
 
     @property
@@ -138,7 +138,7 @@ class HFModel(Model):
         return self(batch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """Forward of a Hugging Face model: cross-entropy summed over the targets of one micro-batch, in FP32.
+        """Run a Hugging Face model: cross-entropy summed over the targets of one micro-batch, in FP32.
 
         Args:
             batch: input_ids, labels (shifted for causal_lm), positions and segments, each [B, S]; or for
@@ -238,7 +238,7 @@ class HFModel(Model):
         return cast(nn.Linear, self.head)(hidden_BSD[wanted_BS]).float()
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """After a step of a Hugging Face model nothing is done: transformers' keep no state of their own."""
+        """Do nothing after a step of a Hugging Face model: transformers' models keep no state of their own."""
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
@@ -294,8 +294,8 @@ class HFModel(Model):
         self.checkpointing = self._checkpointing
 
     def _keep_codes(self) -> None:
-        """Keep codes of inputs in a Hugging Face model: put our checkpoint function in the place of torch's where a
-        layer's input is kept in 8 bits."""
+        """Replace torch's checkpoint function by ours in a Hugging Face model whose layers keep their input in 8
+        bits."""
         if self._checkpoint_inputs != "fp8":
             return
         uniform = len(set(self._checkpointing)) == 1
@@ -309,7 +309,7 @@ class HFModel(Model):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of a Hugging Face model: the largest list of those that can be checkpointed."""
+        """The layers of a Hugging Face model: the largest list of layers that can be checkpointed."""
         found = self._list_of_layers()
         return () if found is None else tuple(getattr(*found))
 
@@ -318,7 +318,7 @@ class HFModel(Model):
         return attention_in(self.net, layer)
 
     def _list_of_layers(self) -> tuple[nn.Module, str] | None:
-        """Where the list of a Hugging Face model's layers is: a module, and its name there."""
+        """Find the list of a Hugging Face model's layers: the module that has it, and its name there."""
         lists = [
             (parent, name)
             for parent in self.net.modules()

@@ -57,8 +57,8 @@ def _takes(net: "PreTrainedModel", name: str) -> bool:
 
 
 def block_mask(segments_BS: Tensor, causal: bool, additive: torch.dtype | None = None) -> Tensor:
-    """Packing by mask: block mask of packed rows [B, 1, S, S]: query row may look at key column. Boolean, or 0 and
-    lowest `additive`.
+    """Make the block mask of packed rows [B, 1, S, S]: query row may look at key column. Boolean, or 0 and lowest
+    `additive`.
 
     Example:
         >>> block_mask(torch.tensor([[0, 0, 1]]), causal=True)[0, 0].int().tolist()
@@ -74,8 +74,7 @@ def block_mask(segments_BS: Tensor, causal: bool, additive: torch.dtype | None =
 
 
 def documents_as_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Packing undone: packed rows with each document in a row of its own, padded at the end; padding of the packed rows
-    is dropped.
+    """Put each document of packed rows into a row of its own, padded at the end; padding of the packed rows is dropped.
 
     Args:
         batch: input_ids, labels and segments, each [B, S].

@@ -51,8 +51,8 @@ class InputStyle:
 
 
 def check_taught(net: "PreTrainedModel", style: InputStyle, *, packed: bool) -> None:
-    """Probe for distillation: raise ConfigError where a model cannot learn from another one, or teach: the two are
-    compared position by position, on logits that are made by chunks."""
+    """Raise ConfigError if a model cannot learn from a teacher, or be one: both are compared position by position, on
+    logits that are computed by chunks."""
     if style.plain_head and not (packed and style.documents == "rows"):
         return
     reason = "takes no document masks, so packed rows are cut" if style.plain_head else "makes whole logits itself"
@@ -83,8 +83,7 @@ def short_texts(vocab_size: int, device: torch.device) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def probe_language_model(net: "PreTrainedModel", vocab_size: int) -> InputStyle:
-    """Probe a language model: find how it must be called: run it a few times on two rows of eight tokens; it stays as
-    it is."""
+    """Find how a language model must be called: run it a few times on two rows of eight tokens. It stays as it is."""
     probe = _Probe(net, vocab_size)
     with evaluation(net), eager():
         causal = probe.is_causal()
@@ -131,13 +130,13 @@ class _Probe:
         return forward_arguments(self.net, documents, causal, self.positions_BS, self.segments_BS)
 
     def is_causal(self) -> bool:
-        """Probe of causality: true if the last token changes nothing before it."""
+        """Probe if the last token changes nothing before it: the model is causal."""
         logits = self._run(self._differ_at(self.counting_S == _LENGTH - 1))
         change_S = (logits[0] - logits[1]).abs().amax(-1)
         return bool(change_S[:-1].max() <= _LEAK * change_S[-1])
 
     def takes_positions(self) -> bool:
-        """Probe of positions: true if counting from 0 is what the model does without `position_ids`."""
+        """Probe if the model counts positions from 0 when it gets no `position_ids`."""
         if "position_ids" not in inspect.signature(self.net.forward).parameters:
             return False
         plain = self._run(self.rows_BS)
@@ -148,7 +147,7 @@ class _Probe:
         return bool((plain - given).abs().max() <= _LEAK * plain.abs().max())
 
     def separates(self, documents: Documents, causal: bool) -> bool:
-        """Probe of packing: true if the first document changes nothing in the second when they are packed this way."""
+        """Probe if the first document changes nothing in the second when they are packed this way."""
         try:
             packed = self._run(self.rows_BS, **self._packed(documents, causal))
         except REFUSALS:
@@ -169,7 +168,7 @@ class _Probe:
         return hidden is not None and torch.equal(head(hidden).float(), self._run(self.rows_BS, **arguments))
 
     def ignores_padding(self) -> bool:
-        """Probe of padding: true if masked padding after a row changes nothing in it."""
+        """Probe if masked padding after a row changes nothing in it."""
         mask_BS = self.first_S.long().expand(2, -1)
         alone = self._run(self.rows_BS[:, :_FIRST])
         try:
@@ -180,7 +179,6 @@ class _Probe:
 
 
 def _influence(logits_BSV: Tensor) -> float:
-    """Influence in the probe: how much the first document changes the second: the largest difference of the two rows'
-    logits there."""
+    """How much the probe's first document changes the second: the largest difference of the two rows' logits there."""
     second = logits_BSV[:, _FIRST:]
     return float((second[0] - second[1]).abs().max())

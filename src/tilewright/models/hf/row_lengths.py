@@ -51,7 +51,7 @@ def real_integers() -> Iterator[None]:
 
 
 def position_limit(net: nn.Module, at_least: int) -> int | None:
-    """Limit of a row's length: the most positions that a row may have, where that is fewer than `at_least`.
+    """The most positions of a row that a Hugging Face model takes, if they are fewer than `at_least`.
 
     Args:
         net: a transformers language model that was built under `real_integers`.
@@ -80,7 +80,8 @@ def _limits(net: nn.Module, length: int = _SHORT) -> list[int]:
 
 @torch.no_grad()
 def row_use(net: nn.Module, length: int = _SHORT) -> RowUse:
-    """Use of a row of a given length: one forward pass of `net`, built under `real_integers`, of `length` positions."""
+    """Run `net`, built under `real_integers`, on a row of `length` positions: limits of its length, and parameters that
+    it left unused."""
     watch = _Watch(length)
     arguments: dict[str, Any] = {"input_ids": torch.full((1, length), _plain_id(net))}
     if "use_cache" in inspect.signature(net.forward).parameters:
@@ -94,7 +95,7 @@ def row_use(net: nn.Module, length: int = _SHORT) -> RowUse:
 
 
 def _plain_id(net: nn.Module) -> int:
-    """A plain id for a row of some length: not padding, which some models give no position of its own."""
+    """A token id for trial rows that is not padding, which some models give no position of its own."""
     config: Any = net.config
     special = getattr(config.get_text_config(), "pad_token_id", None)
     return 0 if special != 0 else 1

@@ -68,7 +68,8 @@ def _state_to_store(
     live: Callable[[str, Tensor], Tensor] | None,
     spill: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """State to save: all tensors by name, tied ones as one; what comes from `live` waits on the disk."""
+    """Collect the tensors to save of a Hugging Face model by name, tied ones as one; tensors from `live` wait on the
+    disk."""
     stored: dict[int, Tensor] = {}
     state = net.state_dict(keep_vars=True)
     for name, tensor in state.items():

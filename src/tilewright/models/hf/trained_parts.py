@@ -48,15 +48,14 @@ def _named_sizes(net: nn.Module) -> Iterable[tuple[set[str], int]]:
 
 
 def _modules(untrained: set[str], trained: Iterable[str]) -> list[str]:
-    """Modules without trained parts: the untrained parameters by the largest ones that hold nothing trained, numbers of
-    layers folded."""
+    """Name the untrained parameters by the largest modules that hold nothing trained, numbers of layers folded."""
     kept = {prefix for name in trained for prefix in _prefixes(name)}
     found = (next((p for p in _prefixes(name) if p not in kept), name) for name in sorted(untrained))
     return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in found})
 
 
 def _suffixes(name: str) -> list[str]:
-    """Suffixes of a part's name: it, and what it may be called inside a part of the architecture."""
+    """The names that a part may have inside a part of the architecture: its name and the ends of it."""
     parts = name.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 

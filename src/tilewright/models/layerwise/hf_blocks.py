@@ -66,7 +66,7 @@ class _Seen:
 
 
 def _follow(model: HFModel, place: CallSite, batch: Mapping[str, Tensor]) -> CallSite:
-    """Follow the stream through a Hugging Face model's blocks: run it and watch them.
+    """Follow the stream through a Hugging Face model's blocks as it runs.
 
     Raises:
         NotSliceableError: it is not one stream through each block once.
@@ -98,7 +98,7 @@ def _follow(model: HFModel, place: CallSite, batch: Mapping[str, Tensor]) -> Cal
 
 
 def _slot(calls: list[_Seen], streams: list[Tensor]) -> int | str:
-    """The slot of a block's stream: where it gets what the one before gave."""
+    """Find the argument in which a block of a Hugging Face model gets the stream of the one before."""
     if len(calls) == 1:
         slots = {key for key, value in [*enumerate(calls[0].args), *calls[0].kwargs.items()] if _asks(value)}
     else:

@@ -35,7 +35,7 @@ copies of weights are made."""
 
 
 class _Reached(Exception):
-    """Where the blocks begin: ends the forward pass of a prologue."""
+    """Ends a forward pass where the layers begin, so that only the prologue runs."""
 
 
 class HFLayers:
@@ -55,14 +55,13 @@ class HFLayers:
         """Stand-ins on the meta device for what each layer was seen to get, and for what the last one gave."""
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """Layerwise Hugging Face model: arguments of the layers beside the stream. Parameters outside of the layers
-        need no values."""
+        """The arguments of a Hugging Face model's layers besides the stream. Parameters outside of the layers need no
+        values."""
         return self._without_values(batch)[1]
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Layerwise Hugging Face model: the dtype of the stream between layers, in the formats that the model has
-        now."""
+        """The dtype of the stream between a Hugging Face model's layers, in the formats that the model has now."""
         return self._without_values(self.model.short_batch())[0].dtype
 
     def _without_values(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
@@ -71,7 +70,7 @@ class HFLayers:
             return self.prologue(batch)
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """Layerwise Hugging Face model: the stream as it enters the first layer, and how each layer is called."""
+        """Run a Hugging Face model up to its first layer: the stream there, and how each layer is called."""
         calls: list[LayerCall] = []
         streams: list[Tensor] = []
 
@@ -118,7 +117,7 @@ class HFLayers:
         self._place.parent._modules[self._place.name] = layers
 
     def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Metrics of a layerwise Hugging Face model: none, its layers count nothing."""
+        """Return no metrics: layers of a Hugging Face model count nothing."""
         return {}
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -173,8 +172,7 @@ class HFLayers:
                 handle.remove()
 
     def look(self, batch: Mapping[str, Tensor]) -> None:
-        """Look at a layerwise Hugging Face model: find out which parameters are read outside of the layers, from the
-        graphs of both ends."""
+        """Find the parameters that a Hugging Face model reads outside of its layers, from the graphs of both ends."""
         first, calls = self._watched_prologue(batch)
         with torch.no_grad():
             xs = [first]
@@ -211,8 +209,7 @@ def cut_hf(model: HFModel) -> HFLayers | str:
 
 
 def vacant_like(param: Tensor) -> Tensor:
-    """Vacant values in a layerwise Hugging Face model: zeros of this shape, dtype and device, and memory for one of
-    them."""
+    """Make zeros of a parameter's shape, dtype and device, with memory for one of them."""
     return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
@@ -318,7 +315,7 @@ def _undisturbed(model: HFModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _leaves(root: Tensor) -> list[nn.Parameter]:
-    """Leaves of a tensor's graph in a layerwise Hugging Face model: the parameters."""
+    """The parameters at the leaves of a tensor's autograd graph."""
     found, seen, todo = {}, set(), [root.grad_fn]
     while todo:
         node = todo.pop()

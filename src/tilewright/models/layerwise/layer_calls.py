@@ -72,11 +72,11 @@ class LayerCalls:
         self._styles: list[tuple[_Style, ...]] = []
 
     def __len__(self) -> int:
-        """How many ways of layers' calls there are: masks are there for some batches and not for others."""
+        """Count the different ways in which layers are called: masks are there for some batches and not for others."""
         return len(self._styles)
 
     def pack(self, calls: Sequence[LayerCall]) -> dict[str, Tensor]:
-        """Pack layers' calls: the tensors of all, each once, and the number of the rest."""
+        """Pack the arguments of the layers' calls: the tensors of all, each once, and a number for the rest."""
         names: dict[int, str] = {}
         found: dict[str, Tensor] = {}
         styles = []

@@ -28,20 +28,20 @@ class LayerwiseModel(Protocol):
     blocks: Sequence[nn.Module]
 
     def context(self, batch: Mapping[str, Tensor]) -> LayerContext:
-        """Layerwise view's context: the tensors that the layers read too, from the batch alone: bitwise that of
-        `prologue`. Draws no random numbers."""
+        """The tensors that all layers read, from the batch alone: bitwise those of `prologue`. Draws no random
+        numbers."""
         ...
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """Layerwise view's prologue: the first layer's input, and the context."""
+        """Compute the first layer's input, and the context that all layers read."""
         ...
 
     def layer(self, index: int, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """A layer of the layerwise view: its output, and something it counts (the load of its experts) or None."""
+        """Run one layer: its output, and the number that it counts (the load of its experts) or None."""
         ...
 
     def epilogue(self, x: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
-        """Layerwise view's epilogue: the loss, from the last layer's output. `aux` is left empty."""
+        """Compute the loss from the last layer's output. `aux` is left empty."""
         ...
 
     def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class LayerGroup:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Trained parameters of a group of layers: those that are not frozen."""
+        """The trained parameters of a group of layers."""
         return [param for param in self.params if param.requires_grad]
 
 
@@ -112,7 +112,7 @@ class LayerGroups:
 
 
 def find_layer_groups(model: nn.Module, view: LayerwiseModel, group: int = 1) -> LayerGroups:
-    """Layer groups of a layerwise view: cut a model, `group` layers to each, and what is around them.
+    """Divide a model into layer groups, `group` layers in each, and the parts around them.
 
     A parameter that nothing reads (a head that this task has no use for) goes with the prologue.
     """

@@ -55,8 +55,7 @@ def stored_hf(model: HFModel, folder: Path | str) -> InitialValues:
 
 
 def _converted_values(model: HFModel, folder: Path | str) -> InitialValues | None:
-    """Lazy converted values: the weights of a folder whose names transformers converts, read one by one; None where
-    some are not there."""
+    """A reader, one by one, of a folder's weights whose names transformers converts; None if some are missing."""
     if not _has_safetensors(folder):
         return None
     stored = scan_folder(folder)
@@ -73,8 +72,7 @@ def _has_safetensors(folder: Path | str) -> bool:
 
 
 def direct_values(model: HFModel, folder: Path | str, without: Collection[str] = ()) -> InitialValues | None:
-    """Lazy direct values: the weights of a Hugging Face folder whose names are those of the model, read one by one;
-    else None.
+    """A reader, one by one, of a Hugging Face folder's weights under the model's own names; else None.
 
     Args:
         model: may be on the meta device.
@@ -96,7 +94,7 @@ def direct_values(model: HFModel, folder: Path | str, without: Collection[str] =
 
 
 def _persistent(net: nn.Module) -> dict[str, Tensor]:
-    """Persistent values for lazy initialisation: buffers that are saved, and codes."""
+    """The persistent values of a model that are not parameters: buffers that are saved, and codes."""
     kept = net.state_dict(keep_vars=True)
     return {name: held for name, held in named_constants(net).items() if name in kept}
 
@@ -114,8 +112,8 @@ def _rows_like(tensor: Tensor, whole: Tensor, first_row: int) -> Tensor:
 
 
 def _kept_names(net: nn.Module) -> Callable[[], frozenset[str]]:
-    """Kept names for lazy initialisation: those in a checkpoint of the model; looked up at the first call, when it is
-    converted, and only then."""
+    """The names in a checkpoint of the model. They are looked up at the first call only, before the model is
+    converted."""
     return functools.cache(lambda: frozenset(net.state_dict(keep_vars=True)))
 
 
@@ -126,7 +124,7 @@ def _copy_stored(
     tensors: Mapping[str, Tensor],
     first_rows: Mapping[str, int] = ALL_WHOLE,
 ) -> None:
-    """Copy stored values lazily: what a folder holds; buffers that no folder holds are computed as transformers
+    """Copy the stored values that a folder holds, lazily; buffers that no folder holds are computed as transformers
     does."""
     kept = kept_names()
     named = {name.removeprefix(_NET): tensor for name, tensor in tensors.items()}
@@ -139,7 +137,7 @@ def _copy_stored(
 
 @torch.no_grad()
 def _draw(net: nn.Module, seed: int, tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] = ALL_WHOLE) -> None:
-    """Draw lazily: transformers' own initialisation of some parameters, while the others are on one scratch buffer.
+    """Draw some parameters by transformers' own initialisation, while the others share one scratch buffer.
 
     Modules are initialised as in `load.init_hf`: some draw for all that is below them, so each module runs that has
     a wanted tensor in it, and draws what it would draw for the whole model.

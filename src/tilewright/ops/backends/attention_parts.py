@@ -15,7 +15,7 @@ _NARROW_BLOCK = 64
 
 
 def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """Padded values for attention: as wide as queries and keys, zeros behind them."""
+    """Pad values with zeros to the width of queries and keys, for attention kernels that need it."""
     pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
     if pad < 0:
         raise AssertionError("values wider than keys are not used by any model here")
@@ -76,16 +76,16 @@ def allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torc
 
 
 def block_rows(block: int, window: int) -> int:
-    """Rows of a block of attention: query rows at a time where it goes by blocks: as asked for, or so many that a block
-    of a narrow window reads few keys which its last row does not see."""
+    """Choose the query rows of a block of attention: as asked for, or so many that a block of a narrow window reads few
+    keys which its last row does not see."""
     return block or (min(QUERY_BLOCK, max(_NARROW_BLOCK, window)) if window else QUERY_BLOCK)
 
 
 def query_blocks(
     length: int, segments_BS: Tensor | None, block: int, window: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """Blocks of queries for attention: query rows, the keys that they may see, whether the kernel masks the future, and
-    else the mask to add; on CPUs.
+    """Yield blocks of queries for attention on CPUs: query rows, the keys that they may see, whether the kernel masks
+    the future, and else the mask to add.
 
     One block with the kernel's own mask where nothing else is asked for.
     """

@@ -48,8 +48,8 @@ def in_blocks(loop: Callable[..., Tensor | None]) -> Callable[..., Any]:
 
 
 def blocks_of(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Blocks of rows for a compiled loop: first row and end of each; only the last one may have another size than
-    `BLOCKS` has, and is smaller."""
+    """Yield blocks of rows for a compiled loop: first row and end of each. Only the last one may have a size outside of
+    `BLOCKS`, and is smaller."""
     start = 0
     for size in BLOCKS:
         while num_rows - start >= size:

@@ -25,7 +25,7 @@ from tilewright.ops.base.documents import Documents
 def attention(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents, scale: float | None = None, window: int = 0
 ) -> Tensor:
-    """Attention document by document on a CPU: see `ops.attention`. Padding, of segment -1, gives zeros.
+    """Compute attention document by document on a CPU: see `ops.attention`. Padding, of segment -1, gives zeros.
 
     Args:
         q_BHSD, k_BKSD, v_BKSD: on the CPU.
@@ -56,7 +56,7 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor, starts: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Forward of attention by documents: result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32, or
+    """Run attention by documents forward: result [B, H, S, D], and log-sum-exp of the scores [B, H, S] in FP32, or
     FP64."""
     out, lse = _heads_inside(q).zero_(), q.new_zeros(q.shape[:3], dtype=_high(q))
     group = q.shape[1] // k.shape[1]
@@ -107,7 +107,7 @@ def _(q, k, v, segments, starts, out, lse, dout, scale, window):
 
 
 def _documents(segments_BS: Tensor, starts_N1: Tensor) -> Iterator[tuple[int, slice]]:
-    """Documents for attention: row and positions of each; not of padding."""
+    """The row and the positions of each document; padding is left out."""
     length = segments_BS.shape[1]
     kept = (segments_BS.flatten()[starts_N1[:-1].long()] >= 0).tolist()
     bounds = starts_N1.tolist()

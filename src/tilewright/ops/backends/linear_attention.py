@@ -42,7 +42,7 @@ def attention(
     rate_BHS: Tensor,
     segments_BS: Tensor | None = None,
 ) -> Tensor:
-    """Linear attention by chunks: see `ops.attention`."""
+    """Compute linear attention by chunks: see `ops.attention`."""
     return _Attention.apply(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, segments_BS)
 
 
@@ -90,7 +90,7 @@ def _(q, k, v, decay, rate, segments, dout):
 
 
 def _pieces(q_BHSD: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Pieces of linear attention: rows and heads that are computed together: whole rows, or heads of one."""
+    """Yield the rows and heads of linear attention that are computed together: whole rows, or heads of one."""
     rows, heads, length, width = q_BHSD.shape
     floats = length * (_LIKE_OPERANDS * width + _LIKE_PAIRS * min(CHUNK, length))
     bound = PIECE_BYTES.get(q_BHSD.device.type, _ELSEWHERE)
@@ -168,8 +168,8 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, segmen
 
 
 def _documents(segments_BS: Tensor | None, size: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Documents in linear attention: which pairs of a chunk's positions see each other [1 or B, 1, 1 or N, C, C], and
-    which positions see what was before the chunk [1 or B, 1, 1 or N, C]."""
+    """Masks of documents for linear attention: which pairs of a chunk's positions see each other [1 or B, 1, 1 or N, C,
+    C], and which positions see the chunks before [1 or B, 1, 1 or N, C]."""
     lower_CC = torch.ones(size, size, dtype=torch.bool, device=device).tril()
     if segments_BS is None:
         return lower_CC, lower_CC[:, 0]
@@ -190,7 +190,7 @@ def _in_rows(x_BHNCD: Tensor, length: int) -> Tensor:
 
 
 def _states(chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """States of linear attention: before each chunk [B, H, N, D, D], and behind the last one."""
+    """The states of linear attention before each chunk [B, H, N, D, D], and behind the last one."""
     ends = (chunks.to_end * chunks.k).mT
     erases, adds = ends @ chunks.erased, ends @ chunks.added
     passed = chunks.passed[..., -1:, :]
@@ -206,8 +206,8 @@ def _states(chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, segments: Tensor | None, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of linear attention by hand: autograd is off below an operator, and would keep every matrix of every
-    chunk."""
+    """Compute the gradients of linear attention by hand: autograd is off below an operator, and would keep every matrix
+    of every chunk."""
     c = _chunks(q, k, v, decay, rate, segments)
     states, _ = _states(c, None)
     do = _split(dout.to(c.q.dtype), c.q.shape[3])
@@ -248,7 +248,7 @@ def _state_gradients(c: _Chunks, do: Tensor, ends: Tensor) -> Tensor:
 def _through_inputs(
     inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of linear attention through its inputs: of what chunks are made of -> of the projections."""
+    """Convert gradients of the tensors that chunks are made of to gradients of the projections."""
     length = inputs[0].shape[2]
     q, k, v, decay, rate = (x.to(gradients[0].dtype) for x in inputs)
     dq, dk, dv = (_in_rows(x, length) for x in gradients[:3])

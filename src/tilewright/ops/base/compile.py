@@ -130,6 +130,7 @@ def _takes_march() -> bool:
 
 
 def _inductor_file(name: str) -> str:
-    """Source of torch's compiler: its import takes seconds. Empty where torch was installed without sources."""
+    """The source of a file of torch's compiler, whose import takes seconds. Empty if torch was installed without
+    sources."""
     file = Path(torch.__file__).parent / "_inductor" / name
     return file.read_text(encoding="utf-8") if file.is_file() else ""

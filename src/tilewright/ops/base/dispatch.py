@@ -19,8 +19,8 @@ from tilewright.ops.base.compile import why_no_compile
 
 @dataclass(frozen=True)
 class Case:
-    """The facts on which a choice depends: device type, dtype of the main operand, kind of call where the operation has
-    kinds."""
+    """The facts on which the choice of a kernel depends: device type, dtype of the main operand, kind of call where the
+    operation has kinds."""
 
     device_type: str
     dtype: torch.dtype

@@ -37,7 +37,7 @@ Segments = Tensor | Documents | None
 
 
 def document_starts(segments_BS: Tensor) -> Tensor:
-    """Starts of documents: their first tokens, all rows behind each other, and the end: [N + 1] int32, on their device.
+    """Find the first tokens of documents, all rows behind each other, and the end: [N + 1] int32, on their device.
 
     Waits for a device, since the number of documents is the length of the result.
 

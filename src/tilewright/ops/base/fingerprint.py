@@ -14,8 +14,7 @@ from torch import Tensor
 
 
 def fingerprint(x: Tensor) -> int:
-    """Fingerprint of a tensor: XXH3 of the bytes of a contiguous CPU one, with its first dimension as the seed: a
-    signed 64-bit number.
+    """Hash the bytes of a contiguous CPU tensor by XXH3, with its first dimension as the seed: a signed 64-bit number.
 
     Example:
         >>> x = torch.ones(2, 8)
@@ -45,7 +44,7 @@ def is_held_elsewhere(owner: dict[str, Any], name: str) -> bool:
 
 
 def _holders(owner: dict[str, Any], name: str) -> tuple[int, int, int]:
-    """Holders of a fingerprinted tensor: references to the Python object, to torch's tensor, and to its memory, these
+    """Count the references to a fingerprinted tensor: to the Python object, to torch's tensor, and to its memory, these
     calls' own among them."""
     storage = torch._C._storage_Use_Count(owner[name].untyped_storage()._cdata)
     return sys.getrefcount(owner[name]), owner[name]._use_count(), storage

@@ -35,7 +35,7 @@ class ClassSlice:
     all classes."""
 
     def owns(self, labels_N: Tensor) -> Tensor:
-        """Labels that a slice of classes owns: boolean [N].
+        """True for each label that a slice of classes owns: boolean [N].
 
         Example:
             >>> ClassSlice(2, 2, 6, max).owns(torch.tensor([1, 2, 3, 4, -100])).tolist()
@@ -91,8 +91,7 @@ def check_labels(labels_N: Tensor, num_rows: int, num_classes: int) -> None:
 
 
 def summed_and_each(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of labels summed and each: torch's of all rows, to the last bit, and that of each row [N],
-    detached.
+    """Compute cross-entropy of labels: torch's sum over all rows, to the last bit, and that of each row [N], detached.
 
     Args:
         logits_NV: [N, V] in the dtype to compute in.

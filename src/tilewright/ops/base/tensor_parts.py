@@ -47,16 +47,16 @@ class TensorPart:
 
     @staticmethod
     def of_rows(shape: Sequence[int], rows: range) -> "TensorPart":
-        """A part of a tensor: some whole rows."""
+        """The part of a tensor that is some whole rows."""
         return TensorPart(tuple(shape), (0,) * len(shape), tuple(shape)).some_rows(rows)
 
     def some_rows(self, rows: range) -> "TensorPart":
-        """A part of a tensor's part: the block of some of this block's rows."""
+        """The block of some rows of this part of a tensor."""
         return TensorPart(self.shape, (self.starts[0] + rows.start, *self.starts[1:]), (len(rows), *self.sizes[1:]))
 
     @property
     def rows(self) -> range:
-        """Rows of a tensor's part: the whole tensor's indices along the first dim that this block covers."""
+        """The indices along the whole tensor's first dim that this part covers."""
         return range(self.starts[0], self.starts[0] + self.sizes[0])
 
     @property
@@ -66,7 +66,7 @@ class TensorPart:
 
     @property
     def first_element(self) -> int:
-        """First element of a tensor's part: elements of the whole tensor before it."""
+        """The number of elements of the whole tensor before this part."""
         return sum(start * prod(self.shape[dim + 1 :]) for dim, start in enumerate(self.starts))
 
     @property
@@ -199,14 +199,13 @@ def columns_cut(tensor: Tensor) -> int | None:
 
 
 def num_cuts(tensor: Tensor) -> int:
-    """Cuts of a tensor: axes of the mesh along which ranks hold other parts."""
+    """The axes of the mesh along which ranks hold different parts of a tensor."""
     return sum(map(len, _cuts(tensor.device_mesh, tensor.placements).values())) if isinstance(tensor, DTensor) else 0
 
 
 def numbering(tensor: Tensor) -> tuple[int, int]:
-    """Numbering of a tensor's part: how this rank's elements are numbered in the whole one: how many come before the
-    first, and how many between two rows. Zeros where it holds no block of rows and columns: nothing is rounded then
-    (`optim.validate`)."""
+    """How this rank's elements are numbered in the whole tensor: how many come before the first, and how many between
+    two rows. Zeros if it holds no block of rows and columns: nothing is rounded then (`optim.validate`)."""
     if columns_cut(tensor) is None:
         return 0, 0
     part = part_of(tensor)
@@ -214,8 +213,8 @@ def numbering(tensor: Tensor) -> tuple[int, int]:
 
 
 def zeros_beside(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Zeros beside a tensor's part: with this rank's of `shape` where `like` is whole or holds rows of as many as it
-    has itself."""
+    """Make zeros of `shape` that are cut like the tensor `like`: this rank's part, if `like` is whole or holds rows of
+    as many as it has itself."""
     if not isinstance(like, DTensor):
         return torch.zeros(shape, dtype=dtype, device=like.device)
     held = local(like.detach())
@@ -240,8 +239,7 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def beside(value: Tensor, param: Tensor) -> Tensor:
-    """A state beside a parameter's parts: on its device and sharded like it: what is whole is cut, which no rank waits
-    for."""
+    """Put a state on a parameter's device, sharded like it. A whole state is cut, without waiting for another rank."""
     if isinstance(param, DTensor) and not isinstance(value, DTensor):
         part = cut_like(value, param).to(local(param.detach()).device, copy=True, memory_format=torch.contiguous_format)
         return sharded_like(part, value.shape, param)
@@ -249,7 +247,7 @@ def beside(value: Tensor, param: Tensor) -> Tensor:
 
 
 def _cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> dict[int, list[int]]:
-    """Cuts of a tensor's parts: dims that axes cut, each with the numbers of ranks along them."""
+    """The dims of a tensor that axes of the mesh cut, each with the numbers of ranks along them."""
     found: dict[int, list[int]] = {}
     for size, placement in zip(mesh.shape, placements, strict=True):
         if type(placement) is not Replicate and not placement.is_partial():

@@ -27,9 +27,9 @@ def in_func_transform() -> bool:
 
 
 def is_followed() -> bool:
-    """Followed by transforms: true if something follows torch's operations one by one, and would miss one that is none
-    of torch's: a transform of `torch.func`, forward derivatives, a tracer, or a mode that sees all calls (fake tensors,
-    counters of FLOPs).
+    """True if something follows torch's operations one by one, and would miss an operation that is none of torch's: a
+    transform of `torch.func`, forward derivatives, a tracer, or a mode that sees all calls (fake tensors, counters of
+    FLOPs).
 
     `torch.is_grad_enabled()` says so of backward, and `torch.compiler.is_compiling()` of what compiles.
 
@@ -46,7 +46,7 @@ def is_followed() -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor under a transform that holds the values: with the dims over which `vmap` goes.
+    """The tensor under a transform that holds the values, with the dims that `vmap` maps.
 
     Example:
         >>> shapes = []

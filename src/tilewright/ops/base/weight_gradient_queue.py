@@ -113,7 +113,7 @@ class WeightGradientQueue:
         self._now.append((param, waiting))
 
     def cut(self, micro_batch: int) -> None:
-        """Cut the queue of weight gradients: all that waits since the last cut belongs to this micro-batch."""
+        """Close a micro-batch in the queue of weight gradients: all that waits since the last cut belongs to it."""
         if micro_batch in self._cut:
             raise AssertionError(f"micro-batch {micro_batch} has been cut and not run")
         self._cut[micro_batch], self._now = self._now, deque()
@@ -206,8 +206,8 @@ def queue_now(layer: nn.Module) -> WeightGradientQueue | None:
 
 
 def breaks_graph(layer: nn.Module) -> WeightGradientQueue | None:
-    """The queue of weight gradients breaks a graph: that of a layer that is being compiled, and is to be called by its
-    `eagerly` then."""
+    """The queue of weight gradients of a layer that is being compiled, and must be called by the queue's `eagerly`;
+    else None."""
     queue = getattr(layer, "weight_queue", None)
     if queue is None or queue.eagerly is None or not torch.is_grad_enabled() or not torch.compiler.is_compiling():
         return None

@@ -59,7 +59,7 @@ def words(settings: Mapping[str, Any]) -> str:
 
 
 def candidates(recipe: Recipe, found: Plan | None) -> Iterator[Candidate]:
-    """Advised changes: changes that the planner cannot decide by itself. `found`: its plan; None where nothing fits.
+    """List changes that the planner cannot decide by itself. `found`: its plan; None where nothing fits.
 
     What only one executor does is tried together with it where the recipe has the other.
     """
@@ -100,7 +100,7 @@ def _could_compile(recipe: Recipe, found: Plan) -> bool:
 
 
 def _in_slices(recipe: Recipe) -> dict[str, Any]:
-    """The advised change to the layer-major executor: the settings that it takes."""
+    """The change to the layer-major executor as settings, advised where a recipe does not fit."""
     if recipe.memory.can.offload:
         return {}
     kept = {} if recipe.train.activation_checkpoint == "none" else {"train.activation_checkpoint": "none"}
@@ -127,7 +127,8 @@ def of_shards(recipe: Recipe, micro_batch_size: int) -> Iterator[Candidate]:
 
 
 def of_all(recipe: Recipe) -> Iterator[Candidate]:
-    """Advised changes to a recipe of which nothing is decided: everything, alone, and the sparing ones together."""
+    """List the advised changes to a recipe for which nothing is decided: all of them, each alone, and the memory-saving
+    ones together."""
     if not recipe.memory.can.offload:
         yield from _any_executor(recipe)
         sliced = {"memory.executor": "layer_major", "train.activation_checkpoint": "none"}
@@ -194,8 +195,8 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 
 def to_fit(planner: Planner, budget: Budget) -> tuple[Change, ...]:
-    """Advice: the cheapest changes that make a recipe fit as it stands then, one for each set of settings; where
-    nothing fits, those that save most.
+    """Find the cheapest changes that make a recipe fit, one for each set of settings; where nothing fits, those that
+    save most memory.
 
     Args:
         planner: of the recipe, which does not fit.
@@ -221,7 +222,7 @@ def to_fit(planner: Planner, budget: Budget) -> tuple[Change, ...]:
 def cheapest_changes(
     recipe: Recipe, budget: Budget, found: Plan | None, replan: Callable[[Mapping[str, Any], Budget], Plan | None]
 ) -> list[Change]:
-    """Advice: the changes that gain most time per token; where nothing fits, those that make it fit.
+    """Find the changes that save most time per token; where nothing fits, those that make the recipe fit.
 
     Args:
         recipe: the run's settings.
@@ -261,7 +262,7 @@ NAMES = {
 
 
 def idle_memory(planner: Planner, plan: Plan) -> str:
-    """Advice: why a plan leaves more than a tenth of the device's memory idle; empty where it does not.
+    """Explain why a plan leaves more than a tenth of the device's memory idle; empty if it does not.
 
     Each typed setting is left out in turn: the first without which a step is faster is the reason.
     """

@@ -15,8 +15,7 @@ from tilewright.planner.planner import Planner
 
 
 def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitError:
-    """Describe a run without a plan: the smallest budgets with one and what it takes, and changes that make the run
-    fit.
+    """Describe a run without a plan: the smallest budgets that have one, its needs, and changes that make the run fit.
 
     Args:
         planner: may choose what the command may.
@@ -60,7 +59,7 @@ def _budgets(plan: Plan) -> str:
 
 
 def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
-    """Explain one layer's plan: what was decided, its cost, and what each faster choice would need and lacks."""
+    """Explain one layer's plan: the decision, its cost, and the memory that each faster choice would need and lacks."""
     row = plan.row_of(layer)
     found = plan.shape.class_of(layer)
     lines = [
@@ -118,8 +117,8 @@ def _bytes(row: PlanRow) -> str:
 
 
 def timeline(plan: Plan) -> list[tuple[str, dict[str, float]]]:
-    """Describe a step as a timeline: device bytes by owner through one step, layer by layer: forward up, loss, backward
-    down, update."""
+    """Draw the memory timeline of a step: device bytes by owner, layer by layer: forward up, loss, backward down,
+    update."""
     layers = [plan.row_of(layer).cost for layer in range(plan.shape.num_layers)]
     load = plan.phases["load"]
     fixed = {name: load[name] for name in ("parameters", "optimizer", "process")}

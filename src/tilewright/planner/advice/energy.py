@@ -61,8 +61,8 @@ class PlannedEnergy:
 
 
 def planned_energy(plan: Plan, steps: int, machines: int = 1) -> PlannedEnergy | None:
-    """Energy of a plan's steps: of its GPUs where their power is published, else of machines whose power the recipe
-    gives. None where neither is known, or seconds are not.
+    """Predict the energy of a plan's steps from the published power of its GPUs, else from the recipe's. None if
+    neither is known, or seconds are not.
 
     Args:
         plan: of a run.

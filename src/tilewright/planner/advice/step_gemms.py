@@ -15,7 +15,7 @@ from tilewright.planner.model.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class StepGemm:
-    """A matmul of a step: a linear layer in one micro-batch."""
+    """One matmul of a step: that of a linear layer in one micro-batch."""
 
     rows: int
     num_in: int

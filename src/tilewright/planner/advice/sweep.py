@@ -9,7 +9,7 @@ from tilewright.planner.site import Site
 
 
 def largest(loaded: Loaded, site: Site, how: How) -> Plan | None:
-    """Sweep for the deepest model of this shape that fits: its decision; None where not even one layer a class does.
+    """Find the deepest model of this shape that fits, and decide for it; None if not even one layer per class does.
 
     Raises:
         UnknownFitError: the model cannot be traced.
@@ -34,7 +34,7 @@ def largest(loaded: Loaded, site: Site, how: How) -> Plan | None:
 
 
 def pareto(loaded: Loaded, site: Site, points: int = 6) -> list[Plan]:
-    """Sweep over device budgets: the fastest plan at each, from the least that fits to the budget itself."""
+    """Find the fastest plan at each of several device budgets, from the least that fits to the budget itself."""
     planner = free_planner(loaded, site)
     budget = site.budget(planner.recipe, disk=site.may_use_disk(planner.recipe))
     least = planner.smallest(budget)

@@ -113,7 +113,7 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
 
 
 def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
-    """The executors that may be chosen: those that run a recipe's formats, clipping, adapters, and its mesh."""
+    """The executors that may be chosen: those that support a recipe's formats, clipping, adapters and mesh."""
     precision = recipe.precision
     on_mesh: dict[ExecutorName, Capabilities] = {
         name: can for name, can in CAPABILITIES.items() if can.stages == (recipe.parallel.pp > 1)
@@ -135,8 +135,8 @@ def executors(recipe: Recipe) -> tuple[ExecutorName, ...]:
 
 
 def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
-    """Bytes of optimizer states of some parameters: two moments, of Muon's matrices one, and what those have beside
-    them that are stored in 16 bits."""
+    """Bytes of the optimizer states of some parameters: two moments, one for Muon's matrices, and the parts that 16-bit
+    storage adds."""
     numbers, blocks = 2 * weights.trained, 2 * weights.blocks
     if setting.optimizer == "muon":
         numbers, blocks = numbers - weights.matrices.elements, blocks - weights.matrices.blocks
@@ -165,8 +165,8 @@ def choices(
     links: Links,
     fixed: Constraints = NOTHING_FIXED,
 ) -> Iterator[LayerMemory]:
-    """The choices for a layer of this class: everything that may be done with it. Parameters of a layer that keeps all
-    stay, too."""
+    """List all choices for a layer of this class: everything that may be done with it. A layer that keeps all
+    activations keeps its parameters, too."""
     exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
     if setting.can.activation_checkpoint:
         tiles, block = fixed.mlp_chunks or 1, fixed.attention_block or 0

@@ -112,7 +112,7 @@ def forward_s(
     rates: Ceilings,
     links: Links,
 ) -> float:
-    """Cost of a layer: seconds of one micro-batch forward through it, casts of weights left out."""
+    """Predict the seconds of one micro-batch forward through a layer, casts of weights left out."""
     matmuls = GemmCost(found, setting.micro_batch_size, shape, rates)
     return LayerParts(found, choice, setting, shape, recipe, rates, links, matmuls).forward_s()
 
@@ -131,11 +131,11 @@ class LayerParts:
     matmuls: GemmCost
 
     def cost(self) -> Cost:
-        """The cost of the layer: seconds of a step and bytes held."""
+        """The cost of the layer under its choice: seconds of a step and bytes held."""
         return Cost.of(total_s(self.operations()), self.holdings())
 
     def holdings(self) -> list[Holding]:
-        """Cost of a layer in bytes: what it holds under its choice."""
+        """The bytes that a layer holds under its choice."""
         return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:
@@ -150,7 +150,7 @@ class LayerParts:
         yield from computed("step", self.update())
 
     def _in_visits(self) -> Iterator[Operation]:
-        """A layer's cost by visits: one forward, one that updates, and before it one for the norm to clip by."""
+        """List a layer's operations by visit: forward, backward for a norm to clip by, backward with the update."""
         choice, micro, inputs = self.choice, self.setting.num_micro, self.waiting
         yield from computed("forward", self.forward(), micro)
         yield self._fetched("forward", choice.parameters, self.parameters)
@@ -255,7 +255,7 @@ class LayerParts:
             yield Holding("buffers", "always", self.found.buffers)
 
     def _place(self, tier: Tier) -> Tier:
-        """Where a layer's bytes of a tier are: a CPU's host is its device."""
+        """The place of a layer's bytes of a tier: the host's are on the device if that is a CPU."""
         return "device" if tier == "host" and self.links.host is None else tier
 
     @property
@@ -265,12 +265,12 @@ class LayerParts:
 
     @property
     def waiting(self) -> float:
-        """Cost of a layer: bytes of its inputs that wait for backward: one for each group of layers."""
+        """Bytes of a layer's inputs that wait for backward: one input for each group of layers."""
         layers = self.shape.num_layers
         return self.setting.num_micro * self.input * (-(-layers // self.group) / layers)
 
     def rebuilt(self) -> float:
-        """Cost of a layer: device bytes while it is recomputed and its backward runs, in tiles where asked for.
+        """Device bytes while a layer is recomputed and its backward runs, in tiles where asked for.
 
         The token-wise part is rebuilt a tile at a time, and let go before attention's backward begins.
         """
@@ -297,7 +297,7 @@ class LayerParts:
         return found._replace(seconds=size / written) if tier == "disk" and written else found
 
     def forward(self) -> dict[str, float]:
-        """Cost of a layer: seconds of one micro-batch forward, by part."""
+        """Seconds of one micro-batch forward through a layer, by part."""
         return {
             "matmuls": self.matmul_s("fprop"),
             "attention": self.attention_s(),
@@ -307,11 +307,11 @@ class LayerParts:
         }
 
     def forward_s(self) -> float:
-        """Cost of a layer: seconds of one micro-batch forward."""
+        """Seconds of one micro-batch forward through a layer."""
         return sum(self.forward().values())
 
     def backward(self) -> dict[str, float]:
-        """Cost of a layer: seconds of one micro-batch backward, by part."""
+        """Seconds of one micro-batch backward through a layer, by part."""
         return {
             "matmuls": self.matmul_s("dgrad") + self.matmul_s("wgrad"),
             "attention": 2.5 * self.attention_s(),
@@ -327,7 +327,7 @@ class LayerParts:
         return {"quantize": self.found.coding.step / self.rates.bandwidth, "optimizer": self.optimizer_s()}
 
     def again_s(self) -> float:
-        """Cost of a layer: seconds to recompute it for one micro-batch."""
+        """Seconds to recompute a layer for one micro-batch."""
         kind = self.choice.activations
         if kind == "keep":
             return 0.0
@@ -348,18 +348,18 @@ class LayerParts:
         return self.matmul_s("fprop") * self.found.mlp_flops / self.found.matmul_flops
 
     def matmul_s(self, which: Pass) -> float:
-        """Cost of a layer: seconds of its matmuls in one micro-batch."""
+        """Seconds of a layer's matmuls in one micro-batch."""
         return self.matmuls.seconds(which)
 
     def attention_s(self) -> float:
-        """Cost of a layer: seconds of attention (scores and values) in one micro-batch, forward."""
+        """Seconds of a layer's attention (scores and values) in one micro-batch, forward."""
         slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
         share = 1.0 if self.shape.attention_share is None else self.shape.attention_share
         flops = share * self.rows * self.found.attention_flops
         return slower * flops / self.rates.attention[self.shape.matmul_format]
 
     def elementwise_s(self) -> float:
-        """Cost of a layer: seconds of norms, activations and residuals in one micro-batch, forward and backward."""
+        """Seconds of a layer's norms, activations and residuals in one micro-batch, forward and backward."""
         rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.matmul_format]
         return self.found.moved(self.rows) / rate
 
@@ -380,7 +380,7 @@ class LayerParts:
         return (CAST_BYTES * self.found.cast + GRADIENT_BYTES * self.found.weights.trained) / self.rates.bandwidth
 
     def optimizer_s(self) -> float:
-        """Cost of a layer: seconds of the optimizer: norm, clipping and update."""
+        """Seconds of a layer's optimizer work: norm, clipping and update."""
         trained, matrices = self.part.trained, self.part.matrices
         of_adam, of_muon = trained, 0.0
         if self.setting.optimizer == "muon" and matrices.elements:
@@ -393,8 +393,8 @@ class LayerParts:
 
 
 def end_class(name: str, weights: Weights, shape: ModelShape) -> LayerClass:
-    """Cost of embedding or head as a class of one layer: parameters and states; its activations are in the phases'
-    base."""
+    """Make a layer class of one layer for the embedding or head: parameters and states. Its activations are in the
+    phases' base."""
     largest = weights.count if any(found.largest_weight for found in shape.classes) else 0
     cast = weights.count - weights.narrow if shape.matmul_bytes < FP32 and not shape.foreign else 0
     return LayerClass(name, (-1,), weights, weights.count, largest_weight=largest, cast=cast)

@@ -22,8 +22,8 @@ TOKENS = 2048
 
 
 def mode_speeds(rates: Ceilings, machine: Machine) -> dict[str, float]:
-    """Speed of each precision mode's matmuls over that of mode fp32: of a linear layer of the largest measured width,
-    forward and backward, with making and decoding its 8-bit operands.
+    """The speed of each precision mode's matmuls over that of mode fp32, for a linear layer of the largest measured
+    width: forward and backward, with making and decoding its 8-bit operands.
 
     Args:
         rates: of the machine.

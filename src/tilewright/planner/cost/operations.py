@@ -44,7 +44,7 @@ Life = Literal["always", "kept", "gradients", "forward", "backward", "once"]
 
 
 class Holding(NamedTuple):
-    """Bytes that a layer holds: where and how long."""
+    """Bytes that a layer holds: in which tier, and in which phases."""
 
     owner: str
     """As `cost.owners` has them."""
@@ -55,8 +55,8 @@ class Holding(NamedTuple):
 
 
 def computed(visit: str, parts: Mapping[str, float], times: int = 1) -> Iterator[Operation]:
-    """Operations of a step: the computation of a layer's visit, from the seconds of its parts in one of so many
-    micro-batches."""
+    """Operations of the computation of a layer's visit, from the seconds of its parts in one micro-batch, `times`
+    times."""
     return (Operation(visit, part, "compute", times * seconds) for part, seconds in parts.items())
 
 
@@ -77,8 +77,8 @@ def by_part(operations: Sequence[Operation]) -> dict[str, float]:
 
 
 def _visits(operations: Iterable[Operation]) -> Iterator[tuple[float, float, float]]:
-    """Operations of a step by visit: its computation, what of the link is not hidden behind that, and what waits for
-    other ranks."""
+    """Divide the operations of a step by visit: computation, transfers that it does not hide, and waiting for other
+    ranks."""
     visits: dict[str, dict[Stream, float]] = {}
     for one in operations:
         streams = visits.setdefault(one.visit, {"compute": 0.0, "fetch": 0.0, "store": 0.0, "ranks": 0.0})

@@ -52,7 +52,7 @@ def on_host(rows: Sequence[PlanRow]) -> dict[str, float]:
 
 
 def reserve_of(phases: Mapping[str, Mapping[str, float]]) -> int:
-    """The owner "reserve": the bytes that the process takes on a GPU outside of its allocator."""
+    """The bytes of the owner "reserve": those that the process takes on a GPU outside of its allocator."""
     return int(max(owners["process"] for owners in phases.values()))
 
 

@@ -229,7 +229,8 @@ class Gathered:
 
 
 def layer_forward(found: LayerClass, shards: Shards) -> float:
-    """Bytes of a layer's parameters on a rank while it runs forward: put together, and in the buffer of that."""
+    """Bytes of a layer's parameters on a rank while it runs forward, gathered, with the buffer that they are gathered
+    in."""
     if not shards.cut or found.indices == (-1,):
         return 0.0
     gathered = found.weights.tensors.gathered(shards.count)

@@ -108,8 +108,7 @@ class RankTraffic:
         return sum(getattr(self, one.name) for one in fields(self))
 
     def sent(self, shards: Shards) -> dict[str, float]:
-        """Traffic: the bytes that one rank sends to others, by operation as a run counts it
-        (`parallel.communicate.traffic`).
+        """Bytes that one rank sends to others, by operation as a run counts it (`parallel.communicate.traffic`).
 
         Args:
             shards: of the run.
@@ -137,7 +136,7 @@ class RankTraffic:
 def communication(
     shape: ModelShape, shards: Shards, num_micro: int, speed: RankSpeed | None, cut: RankTraffic
 ) -> tuple[Operation, ...]:
-    """Traffic between ranks as operations of a step: none for one process, and where no speed is known.
+    """Traffic between ranks as operations of a step: none for one process, or if no speed is known.
 
     Args:
         shape: of the model.
@@ -153,7 +152,7 @@ def communication(
 
 @dataclass(frozen=True)
 class CutPasses:
-    """Traffic of ranks that cut a layer: bytes of whole tensors, of one micro-batch through one layer."""
+    """Bytes of the whole tensors that ranks exchange which cut a layer, for one micro-batch."""
 
     forward: RankTraffic = RankTraffic()
     again: RankTraffic = RankTraffic()

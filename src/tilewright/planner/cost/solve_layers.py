@@ -71,8 +71,8 @@ class ChoiceGroup:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step: what no choice changes, what all groups hold, what the named groups keep, and one running
-    layer.
+    """The memory of a phase of a step: bytes that no choice changes, that all groups hold, that the named groups keep,
+    and one running layer's.
 
     `owners`: bytes that no choice changes, by owner. `passed`: no layer runs, and what its work took are free pages.
     `freed`: what the groups kept is free again too, and its pages stay with the process.
@@ -148,7 +148,7 @@ def _total(problem: PlanProblem, counts: Counts, name: str) -> float:
 
 
 def least_seconds(problem: PlanProblem) -> float:
-    """The solver's bound: seconds that no plan of these groups is below, whatever the budgets."""
+    """The least seconds of any plan of these groups, whatever the budgets: the solver's bound."""
     return sum(group.count * min(cost.seconds for cost in group.costs) for group in problem.groups)
 
 
@@ -221,8 +221,7 @@ def _plainly_too_large(problem: PlanProblem) -> bool:
 
 
 def _least_bytes(problem: PlanProblem, phase: Phase) -> float:
-    """The solver's bound on bytes: those on the device that a phase has at least, whatever each group of layers
-    takes."""
+    """The least device bytes of a phase, whatever each group of layers takes: the solver's bound on memory."""
     found, running = phase.base, 0.0
     for group in problem.groups:
         kept, gradients = group.name in phase.kept, group.name in phase.gradients
@@ -247,7 +246,8 @@ def _undominated(costs: Sequence[Cost]) -> list[int]:
 
 
 class _Columns:
-    """Variables of the program: a count and a used-or-not for each option, the running layer's bytes, the peak."""
+    """The variables of the linear program: a count and a used-or-not for each option, the running layer's bytes, the
+    peak."""
 
     def __init__(self, groups: Sequence[ChoiceGroup]) -> None:
         self.options = [(g, o) for g, group in enumerate(groups) for o in range(len(group.costs))]

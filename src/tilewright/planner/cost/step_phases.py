@@ -146,7 +146,7 @@ def phases(
 
 
 def _owing(found: Sequence[Phase], owed: float) -> list[Phase]:
-    """Phases with what a wire format has lost of gradients: all the time, and from backward to the update once more."""
+    """Add the error feedback of a wire format to the phases: once always, and once more from backward to the update."""
 
     def more(phase: Phase) -> float:
         return 0.0 if phase.name == "load" else owed * (2 if phase.name.startswith(("backward", "update")) else 1)
@@ -190,8 +190,8 @@ def _layer_major(
 
 
 def _checkpoints(found: Sequence[Phase], copy: float, alone: Phase) -> list[Phase]:
-    """The bytes that a checkpoint adds: where it is written from a copy, all phases of training beside that; else one
-    more."""
+    """Add the bytes of a checkpoint to the phases: to all phases of training if it is written from a copy, else as a
+    phase of its own."""
     return _beside(CHECKPOINT, found[1:], {"copy": copy}) if copy else [alone]
 
 
@@ -278,8 +278,7 @@ def _taught(shape: ModelShape, setting: GlobalConfig, always: Mapping[str, float
 
 
 def _evaluated(gathered: Gathered, recipe: Recipe) -> float:
-    """The phase of an evaluation: parameters that it has in addition, in FP32 where they are stored in 16 bits, and put
-    together."""
+    """The phase of an evaluation: additional parameters, in FP32 where they are stored in 16 bits, and gathered."""
     shape, together = gathered.shape, gathered.rest + gathered.layers([found.name for found in gathered.shape.classes])
     if not recipe.precision.eval_fp32:
         return together

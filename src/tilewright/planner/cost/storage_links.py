@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Speed of a link of host or disk: bytes a second to the device (`read`) and from it (`write`)."""
+    """The speed of the link to host or disk: bytes per second to the device (`read`) and from it (`write`)."""
 
     read: float
     write: float
@@ -134,8 +134,7 @@ def known(machine: Machine, folder: str | Path, cache_dir: str | Path | None = N
 
 
 def as_links(host: LinkSpeed | None, disk: LinkSpeed | None, ranks: RankSpeed | None = None) -> Links:
-    """Links to storage and ranks: the links of a plan: the slower direction of the host's link, both of the disk's, and
-    the link between ranks."""
+    """The links of a plan: the slower direction of the host's link, both of the disk's, and the link between ranks."""
     return Links(
         host=None if host is None else min(host.read, host.write),
         disk=None if disk is None else disk.read,

@@ -35,8 +35,8 @@ LOSSES = 2.5
 
 
 def held_bytes(shape: ModelShape, tokens: int, at_once: int) -> float:
-    """Bytes of a teacher that are on the device all the time: the weights, what it hands on of so many tokens of a
-    step, and what losses of hidden values keep of a micro-batch of `at_once` tokens."""
+    """Bytes of a teacher that are on the device all the time: the weights, its outputs for so many tokens of a step,
+    and the values that losses of hidden states keep for a micro-batch of `at_once` tokens."""
     teacher = shape.teacher
     if teacher is None:
         return 0.0
@@ -71,8 +71,8 @@ def _chunks(teacher: TeacherShape | None, several: bool) -> float:
 def teacher_s(
     shape: ModelShape, setting: GlobalConfig, recipe: Recipe, rates: Ceilings, links: Links
 ) -> dict[str, float]:
-    """A teacher's seconds of a step by part: the forward pass, casts of its weights among it, and the logits; nothing
-    without a teacher, or where its shape is not known."""
+    """Seconds per step of a teacher by part: the forward pass, with casts of its weights, and the logits. Nothing
+    without a teacher, or if its shape is not known."""
     if shape.teacher is None or shape.teacher.model.unknown:
         return {}
     model, tokens = shape.teacher.model, setting.micro_batch_size * shape.seq_len

@@ -89,7 +89,7 @@ class Ceilings:
         )
 
     def matmul_rate(self, fmt: str, width: float) -> float:
-        """The machine's matmul ceiling: FLOP/s at `width` features, between measured widths by straight line, flat
+        """The machine's measured matmul rate in FLOP/s at `width` features: linear between measured widths, constant
         beyond them."""
         points = sorted((float(w), rate) for w, rate in self.matmul[fmt].items())
         for (low, low_rate), (high, high_rate) in pairwise(points):
@@ -109,13 +109,13 @@ class Ceilings:
         return flops / self.matmul_rate(fmt, width) + self._start_s(fmt, width, compiled) / 3
 
     def call_s(self, fmt: str = "fp32") -> float:
-        """Seconds of the three GEMMs of almost nothing on this machine: what it takes to call them."""
+        """The seconds to call the three GEMMs of a linear layer on this machine, measured on almost no elements."""
         starts = self.start.get(fmt, {})
         return starts[min(starts)] if starts else 0.0
 
     def _start_s(self, fmt: str, width: float, compiled: bool) -> float:
-        """Seconds to start a GEMM on this machine: between measured widths by straight line in the weights' number,
-        beyond them in proportion to it."""
+        """The seconds to start a GEMM on this machine: linear in the number of weights between measured widths, in
+        proportion to it beyond them."""
         points = sorted((float(w), seconds) for w, seconds in self.start.get(fmt, {}).items())
         if not points:
             return 0.0
@@ -321,7 +321,7 @@ def _of_rounds(rounds: Sequence[Any], pick: Callable[[Sequence[float]], float]) 
 
 
 def _timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]], *, best: bool) -> dict[str, dict[int, Timed]]:
-    """Timings of matmuls over several rounds: the middle seconds, or the fewest."""
+    """Choose the timings of matmuls among several rounds: the median seconds, or the fewest."""
     pick = min if best else statistics.median
     return {
         fmt: {width: Timed.of_rounds([found[fmt][width] for found in rounds], pick) for width in row}

@@ -64,8 +64,7 @@ class GpuSpec:
         )
 
     def ceilings(self) -> Ceilings:
-        """The published ceilings of this GPU: rates that a step may reach: published peaks times guessed shares. See
-        `GUESSES`."""
+        """The ceilings of this GPU: published peaks times guessed shares, see `GUESSES`."""
         memory = MEMORY_SHARE * self.bandwidth
         peaks = {"fp32": self.fp32, "tf32": self.bf16 / 2, "bf16": self.bf16, "fp16": self.bf16}
         peaks |= {"fp8": self.fp8} if self.fp8 else {}
@@ -146,8 +145,7 @@ def find_published(name: str) -> GpuSpec:
 
 
 def board_watts(machine: Machine) -> float | None:
-    """Published watts: the most that one of the machine's GPUs takes, as its maker publishes it; None where that is not
-    in the table.
+    """The most watts that one of the machine's GPUs takes, as its maker publishes it; None if the table has none.
 
     Args:
         machine: at hand, or made by `GpuSpec.machine`.

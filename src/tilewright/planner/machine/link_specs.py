@@ -16,7 +16,7 @@ LINK_GUESS = f"guessed: collectives reach {LINK_REACH:.0%} of a link's published
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """A link between GPUs as its maker describes it: published speeds.
+    """The speeds of a link between GPUs, as its maker publishes them.
 
     `rate`: bytes/s in one direction. `latency_s`: of a message (guess).
     """

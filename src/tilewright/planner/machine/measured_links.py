@@ -109,8 +109,7 @@ class MeasuredLinks:
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> LinkFit:
-    """Fit of measured links: the rate and latency that come closest to some exchanges, by the square of relative
-    errors.
+    """Fit rate and latency of a link to measured exchanges, by the square of relative errors.
 
     Args:
         points: bytes that a rank sends, and seconds; one at least.

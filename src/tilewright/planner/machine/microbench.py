@@ -41,13 +41,13 @@ class Timed:
 
     @property
     def rate(self) -> float:
-        """Microbenchmark: FLOP/s of what grows with the rows."""
+        """The part of a microbenchmark's time that grows with the rows, as FLOP/s."""
         flops = 6 * (self.many - self.few) * self.width**2
         return flops / max(self.many_s - self.few_s, 0.1 * self.many_s)  # however badly the two were timed
 
     @property
     def start(self) -> float:
-        """Microbenchmark: seconds of what does not grow with the rows."""
+        """The part of a microbenchmark's time that does not grow with the rows, in seconds."""
         return max(0.0, self.few_s - 6 * self.few * self.width**2 / self.rate)
 
     @classmethod
@@ -129,14 +129,14 @@ class RateProbe:
         self._scale = 1 if device.type == "cpu" else 8
 
     def busy(self) -> float:
-        """How busy the machine was in microbenchmarks: the median over all of median time over fastest time."""
+        """How busy the machine was during microbenchmarks: the median over all of median time over fastest time."""
         return statistics.median(self.clock.ratios)
 
     def _random(self, *shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
         return (torch.randn(*shape, device=self.device) * 0.1).to(dtype).requires_grad_(grad)
 
     def matmul(self, dtype: torch.dtype) -> dict[int, Timed]:
-        """Microbenchmark of a square linear layer by width: forward, input gradient and weight gradient."""
+        """Time a square linear layer by width: forward, input gradient and weight gradient."""
 
         return self._by_width(lambda width, rows: self.linear(rows, width, width, dtype), _FEW)
 
@@ -215,8 +215,7 @@ class RateProbe:
         return num_tokens * vocab_size / max(seconds - matmuls, 0.1 * seconds)
 
     def elementwise(self, dtype: torch.dtype) -> float:
-        """Microbenchmark of element-wise work: bytes/s that an eager norm and SwiGLU read and write, forward and
-        backward."""
+        """Time element-wise work: bytes/s that an eager norm and SwiGLU read and write, forward and backward."""
         num_tokens, dim = 2048 * self._scale, 1024
         gate_ND, up_ND, upstream_ND = (self._random(num_tokens, dim, dtype=dtype, grad=i < 2) for i in range(3))
         weight_D = torch.ones(dim, device=self.device, requires_grad=True)
@@ -231,7 +230,7 @@ class RateProbe:
         return counted.moved / self.clock(work)
 
     def adam(self, moments: torch.dtype) -> float:
-        """Microbenchmark of AdamW: FP32 parameters/s of one update."""
+        """Time AdamW: FP32 parameters/s of one update."""
         num_params = 2**22 * self._scale
         param, grad = (self._random(num_params, dtype=torch.float32) for _ in range(2))
         first, second = (torch.zeros(num_params, dtype=moments, device=self.device) for _ in range(2))
@@ -240,7 +239,7 @@ class RateProbe:
         return num_params / self.clock(lambda: update([param], [grad], [first], [second], [0], hyper))
 
     def low_bit_adam(self) -> float:
-        """Microbenchmark of AdamW with moments in 8 bits: parameters/s of one update."""
+        """Time AdamW with 8-bit moments: parameters/s of one update."""
         num_params = 2**22 * self._scale
         target, grad = (self._random(num_params, dtype=torch.float32) for _ in range(2))
         exp_avg, exp_avg_sq = (
@@ -252,7 +251,7 @@ class RateProbe:
         return num_params / self.clock(lambda: self.kernels.low_bit_adam(tensors, hyper))
 
     def bandwidth(self) -> float:
-        """Microbenchmark of memory: bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""
+        """Time memory: bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""
         source, target = (torch.ones(2**25, device=self.device) for _ in range(2))
         return 2 * source.nbytes / self.clock(lambda: target.copy_(source))
 

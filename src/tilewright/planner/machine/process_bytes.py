@@ -66,8 +66,7 @@ class Pages:
 
     @classmethod
     def of(cls, machine: Machine, operand_bytes: int, compiled: bool) -> "Pages":
-        """Shares of pages that a process holds: of a machine, the bytes of a matmul operand, and layers compiled or
-        not.
+        """The page shares of a machine, for operands of so many bytes, and for compiled layers or others.
 
         Measured with glibc on two kinds of CPU, 4 to 16 rows, 6 and 12 layers, a decoder and a Llama. One that
         multiplies 16-bit operands in FP32 frees the FP32 result beside the rounded one that is kept. Compiled FP32
@@ -102,8 +101,8 @@ def free_pages(machine: Machine, operand_bytes: int) -> float:
 
 
 def process_size(machine: Machine, *, compiles: bool, foreign: bool) -> int:
-    """Bytes of the process in addition to the model: of a run that compiles something or not, of a model of
-    transformers or our own."""
+    """The bytes of the process in addition to the model, for runs that compile or not, of a transformers model or
+    ours."""
     triton = TRITON_BYTES if machine.versions.get("triton") else 0
     return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 

@@ -49,7 +49,8 @@ def measured_again(
 def reached(
     machine: Machine, known: Ceilings, formats: Collection[str], times: float, cache_dir: str | Path | None = None
 ) -> Ceilings:
-    """Rates remeasured by a run's steps: matmuls so many times as fast; the cache learns of it.
+    """Correct the rates of a machine by what a run's steps reached: matmuls so many times as fast. The cache learns of
+    it.
 
     Args:
         machine: the one at hand.
@@ -70,9 +71,9 @@ def replaced(known: Ceilings, fresh: Ceilings) -> Ceilings:
 
 
 def learned(known: Ceilings, fresh: Ceilings) -> Ceilings:
-    """Rates for the cache after they were measured again: of each rate the higher one, or the second one where the
-    machine was quiet and is far slower. Where it is slower and busy, nothing is known of it: it is measured again after
-    an hour, as after each measurement of a busy machine.
+    """Merge fresh rates into cached ones: of each rate the higher one, or the fresh one if the machine was quiet and is
+    far slower. If it is slower and busy, the rate stays unknown: it is measured again after an hour, as after each
+    measurement of a busy machine.
 
     Example:
         >>> from tilewright.planner.machine.gpu_specs import find_published

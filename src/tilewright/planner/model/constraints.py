@@ -79,15 +79,15 @@ KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 
 
 def fuses(compiled: bool, machine: Machine) -> bool:
-    """Constraint on compiling: true if compiled layers may round in other places than eager ones. On a CPU they do not
-    where torch can be told so (`ops.base.compile.rounds_as_eager`, held by a test); on a GPU it is not known yet."""
+    """True if compiled layers may round in other places than eager ones. On a CPU they do not if torch can be told so
+    (`ops.base.compile.rounds_as_eager`, held by a test); on a GPU it is not known yet."""
     return compiled and (machine.device != "cpu" or not rounds_as_eager())
 
 
 def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:
-    """Constraint of equal bits: other things that a layer may keep without a change of a bit: not where it is
-    recomputed from rounded inputs, and where the compiler fuses what it finds into other roundings (`fuses`) no other
-    kind with 8-bit matmuls, and none of `SELECTED`.
+    """Other activations that a layer may keep without a change of a bit. There are none if it is recomputed from
+    rounded inputs. If the compiler fuses operations into other roundings (`fuses`), no other kind with 8-bit matmuls is
+    one, and none of `SELECTED`.
 
     Example:
         >>> sorted(same_bits(Recipe(), True, "keep"))

@@ -149,7 +149,8 @@ class _Decoder:
 
     @property
     def chosen(self) -> float:
-        """Experts of our decoder that a token goes through on this rank: ranks of `tp` have other tokens there."""
+        """The number of experts of our decoder that a token goes through on this rank; ranks of `tp` have other tokens
+        there."""
         return self.config.num_experts_per_token / self.recipe.parallel.tp
 
     def layer(self, place: int, weights: Weights, masked: bool) -> LayerClass:
@@ -219,7 +220,7 @@ class _Decoder:
         )
 
     def _routed(self) -> RoutedRows:
-        """Rows of experts of our decoder: in what matmuls read, both ways."""
+        """The rows that our decoder routes to experts: their elements, and bytes per element in matmuls, both ways."""
         size = BYTES[self.policy.matmul]
         return RoutedRows(self.chosen * self.seq_len * self.config.dim, size, size)
 

@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class LinearGemm:
-    """A linear layer: its shape, the tokens that pass it as a share of a row's, the formats of its matmuls."""
+    """The shape of a linear layer, the tokens that pass it as a share of a row's, and the formats of its GEMMs."""
 
     fqn: str
     num_in: int
@@ -55,7 +55,7 @@ class LinearGemm:
 def matmuls_of(
     model: nn.Module, decided: ConversionPlan, shares: Mapping[str, float] | float = 1.0
 ) -> tuple[LinearGemm, ...]:
-    """The GEMMs of a model: linear layers and the router, in the model's order, with their formats.
+    """List the GEMMs of a model: linear layers and the router, in the model's order, with their formats.
 
     Args:
         model: on the meta device.
@@ -114,8 +114,8 @@ def held_qdata(matmuls: Sequence[LinearGemm], kept: bool) -> int:
 
 
 def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
-    """Bytes of the operands of the busiest 8-bit GEMM: both copies of codes, and as decoded where no unit multiplies
-    them."""
+    """Bytes of the operands of the busiest 8-bit GEMM: both copies of codes, and the decoded ones if no unit multiplies
+    codes."""
     needs = (
         (2 if all(fp8_unit(machine, form) for form in matmul.gemms.formats if form.scaled) else 4)
         * (tokens * matmul.share * (matmul.num_in + matmul.num_out) + matmul.num_weights)
@@ -126,5 +126,5 @@ def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine)
 
 
 def uncast(matmuls: Iterable[LinearGemm]) -> int:
-    """Weights that no pass casts to 16 bits: all three of their GEMMs read codes."""
+    """Count the weights that no pass casts to 16 bits: all three of their GEMMs read codes."""
     return sum(matmul.num_weights for matmul in matmuls if matmul.gemms.all_scaled)

@@ -33,8 +33,8 @@ EACH_BYTES = 3 * FP32 + 1
 
 
 def teacher_weights(skeleton: Skeleton, pp: int = 1) -> float:
-    """The teacher's bytes: all weights and buffers of a frozen model in FP32, from its skeleton; of so many ranks in a
-    row a bound for the one that has most: the largest layers, and both ends."""
+    """Bytes of a frozen teacher in FP32, all weights and buffers of its skeleton. For so many ranks in a row it is a
+    bound on the fullest one: the largest layers, and both ends."""
     size = sum(tensor.nbytes for tensor in (*skeleton.model.parameters(), *skeleton.model.buffers()))
     layers: list[int] = []
     for layer, indices in zip(skeleton.layers, skeleton.indices, strict=True):
@@ -44,7 +44,7 @@ def teacher_weights(skeleton: Skeleton, pp: int = 1) -> float:
 
 
 def teacher_recipe(recipe: Recipe, found: TeacherFolder) -> Recipe:
-    """A recipe of the teacher's model as it runs beside a student: eager, forward alone, on the student's rows."""
+    """The recipe of a teacher as it runs beside a student: eager, forward alone, on the student's rows."""
     train = recipe.train.model_copy(update={"compile": "off", "activation_checkpoint": "none"})
     memory = recipe.memory.model_copy(update={"executor": "standard"})
     alone = recipe.parallel.model_copy(update={"tp": 1, "ep": 1})  # whole on each process
@@ -72,7 +72,8 @@ class ShapeFinder:
         self._teachers: dict[object, TeacherShape] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a finder of layer classes for other processes: traces; models, with their hooks, are made there."""
+        """The state of a finder of layer classes that other processes get: traces. They make the models, with their
+        hooks, themselves."""
         return vars(self) | {"_skeletons": {}}
 
     def find(self, recipe: Recipe) -> ModelShape:

@@ -58,8 +58,8 @@ class Coding:
 
     @classmethod
     def of(cls, matmuls: Sequence[LinearGemm], seq_len: int, machine: Machine, kept: bool) -> "Coding":
-        """A model's shape: bytes of coding of a layer with these matmuls, for rows of `seq_len` tokens. `kept`: codes
-        of weights are, between steps."""
+        """Bytes of the codes of a layer with these matmuls, for rows of `seq_len` tokens. `kept`: codes of weights stay
+        between steps."""
         one, two = (OperandBytes.of(matmuls, rows * seq_len, machine, kept) for rows in (1, 2))
         return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
 
@@ -136,7 +136,7 @@ class LayerClass:
 
 
 def distinct(classes: Iterable[LayerClass]) -> tuple[LayerClass, ...]:
-    """The layer classes of a model's shape with a name each: those that share a name get their place behind it.
+    """Name the layer classes of a model: those that would share a name are numbered.
 
     Example:
         >>> names = ("dense", "experts", "dense")
@@ -269,8 +269,8 @@ class ModelShape:
 
     @property
     def layer_costs(self) -> tuple[int, ...]:
-        """A model's shape: FLOPs of a row in each layer, forward: what layers are dealt out to stages by. Linear
-        attention counts with the time that it takes; 0 in all layers where nothing is known."""
+        """FLOPs of a row in each layer, forward, by which layers are divided among stages. Linear attention counts by
+        its time; all are 0 where nothing is known."""
         share = 1.0 if self.attention_share is None else self.attention_share
         found = {
             layer: round(one.matmul_flops + share * one.attention_flops)
@@ -281,7 +281,7 @@ class ModelShape:
 
     @property
     def end_costs(self) -> tuple[int, int]:
-        """A model's shape: FLOPs of a row, forward, in the embedding, which multiplies nothing, and in the head."""
+        """FLOPs of a row, forward, in the embedding, which multiplies nothing, and in the head."""
         head = 2.0 * self.seq_len * self.dim * self.vocab_size if self.plain_head else 0.0
         return 0, round(self.rest.matmul_flops + head)
 

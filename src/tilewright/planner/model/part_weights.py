@@ -32,7 +32,7 @@ _ALONE = 1, Fraction(0), 1, 1
 
 @dataclass(frozen=True)
 class Matrices:
-    """Trained matrices of a part of a model: how many there are of each shape, [R, C] or [E, R, C]."""
+    """The trained matrices of a part of a model: how many there are of each shape, [R, C] or [E, R, C]."""
 
     shapes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
 
@@ -175,7 +175,7 @@ class Tensors:
         return 2 * _WIDE * sum(prod(shape) * count for shape, count in parts)
 
     def cut(self, shards: int) -> "Tensors":
-        """The weights that are in several parts: experts that one rank alone has are not put together."""
+        """The weights that are cut over several ranks, which gather them; not experts that one rank alone has."""
         return Tensors({kind: count for kind, count in self.kinds.items() if kind.on_rank(shards)[0] > 1})
 
     def cast(self, shards: int) -> int:
@@ -294,7 +294,7 @@ class Weights:
 
 
 def _tensors(module: nn.Module, storage: Mapping[nn.Parameter, str]) -> Iterator[tuple[Tensor, int]]:
-    """A part's own weights: a module's, and the bytes of an element of each."""
+    """The weights of a module itself, and the bytes per element of each."""
     for parameter in module.parameters(recurse=False):
         yield parameter, BYTES.get(storage.get(parameter, "fp32"), _WIDE)
     if isinstance(module, FrozenFloat8Linear):

@@ -62,26 +62,27 @@ BOUND_BY = {
 
 
 def backward_passes(recipe: Recipe) -> int:
-    """Roofline: backward passes of a layer-major step: two where clipping by the exact norm comes before the first
+    """Count the backward passes of a layer-major step: two if clipping by the exact norm comes before the first
     update."""
     return 2 if recipe.optim.clip == "two_pass" and recipe.optim.clip_norm > 0 else 1
 
 
 def expert_rows(machine: Machine) -> float:
-    """Roofline: rows that an expert of our decoder multiplies over rows that it was given: a CPU fills them up to a
-    multiple of a quarter of the mean (`models.decoder.moe`), by half of that on average."""
+    """The rows that an expert multiplies over the rows that it was given. A CPU fills them up to a multiple of a
+    quarter of the mean (`models.decoder.moe`), by half of that on average."""
     return 1.125 if machine.device == "cpu" else 1.0
 
 
 def calls_s(num_experts: int, rates: Ceilings) -> float:
-    """Roofline: seconds to enter the compiled pieces of a layer, forward and backward: one, or its experts and what
-    lies between them."""
+    """The seconds to enter the compiled pieces of a layer, forward and backward: one, or its experts and the code
+    between them."""
     pieces = num_experts + _PIECES_BESIDE_EXPERTS if num_experts else 1
     return pieces * _CALLS_A_PIECE * rates.call_s()
 
 
 def element_passes(fused: bool) -> float:
-    """Roofline: passes of element-wise work, forward and backward, over what a layer of our decoder keeps for backward.
+    """The passes of element-wise work, forward and backward, over the bytes that a layer of our decoder keeps for
+    backward.
 
     Args:
         fused: it is compiled into loops.
@@ -90,13 +91,13 @@ def element_passes(fused: bool) -> float:
 
 
 def walked(machine: Machine, moved: float, fresh: float) -> float:
-    """Roofline of loops: bytes that take as long as `moved` ones of which `fresh` are written into new memory."""
+    """The bytes that loops move, in which bytes written into new memory count more on a CPU."""
     return moved + (FRESH_PASSES * fresh if machine.device == "cpu" else 0.0)
 
 
 def remade_share(fused: bool, operand_bytes: float) -> float:
-    """Roofline: how much longer backward takes, as a share of the time of forward's loops, where matmuls are kept and
-    the rest is made again.
+    """The part by which backward takes longer, as a share of the time of forward's loops, if matmuls are kept and the
+    rest is recomputed.
 
     Compiled FP32 loops wait for memory, and making a result again costs no more than loading one that was kept: 0.1 to
     0.2 % of a layer at three widths on a CPU with AMX, where BF16 took what forward takes (rounding between operations
@@ -111,7 +112,7 @@ def head_s(tokens: float, dim: int, vocab_size: int, fmt: str, rates: Ceilings) 
 
 
 def loss_s(logits: float, compiled: bool, fmt: str, rates: Ceilings) -> float:
-    """Roofline seconds of the loss of so many logits: eager as measured; compiled two exponentials and four passes over
+    """The seconds of the loss over so many logits: eager as measured; compiled two exponentials and four passes over
     each."""
     if not compiled:
         return logits / rates.loss[fmt]

@@ -27,13 +27,13 @@ def rounding_moved(matmuls: Iterable[LinearGemm], seq_len: int, *, compiled: boo
 
 
 def rounding_kept(matmuls: Iterable[LinearGemm], seq_len: int, input_bytes: int) -> Line:
-    """Bytes of rounding kept for backward: rounded weights, and rounded inputs of `input_bytes` an element."""
+    """Bytes that rounding keeps for backward: rounded weights, and rounded inputs of `input_bytes` per element."""
     weights, inputs = _elements(matmuls)
     return Line(_FP32 * weights, input_bytes * inputs * seq_len)
 
 
 def _elements(matmuls: Iterable[LinearGemm]) -> tuple[float, float]:
-    """Elements that are rounded: weights, and inputs of one token."""
+    """Count the elements that are rounded: weights, and inputs of one token."""
     rounded = [matmul for matmul in matmuls if matmul.integers]
     inputs = [m.num_in * m.share for m in rounded if COMPUTE_FORMATS[m.integers].rounds_inputs]
     return float(sum(matmul.num_weights for matmul in rounded)), float(sum(inputs))

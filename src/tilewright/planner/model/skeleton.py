@@ -94,9 +94,9 @@ class Skeleton:
         coded: Collection[nn.Module] = (),
         redundant: int = 0,
     ) -> tuple[Weights, list[Weights], Weights]:
-        """The skeleton's weights: of what is before the layers, of each of the layers, and of what is behind them; tied
-        ones count where they come first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that
-        hold other experts, and `redundant` ones besides, `tp`: other parts of matrices."""
+        """The skeleton's weights before the layers, in each layer, and behind them; tied ones count where they come
+        first. `narrow`, `coded`: see `gathered_narrow`, `gathered_coded`. `ep`: ranks that hold different experts, with
+        `redundant` copies; `tp`: ranks that hold different parts of matrices."""
         storage, seen = self.decided(policy).storage(), set[int]()
         matrices = set(hidden_matrices(self.model))
         first = self.model.get_submodule(self.embedding).modules() if self.embedding else ()
@@ -153,8 +153,8 @@ def _adapt(model: Any, lora: LoraSection, targets: Sequence[str]) -> Sequence[st
 
 
 def _short_decoder(recipe: Recipe, vocab_size: int) -> Skeleton:
-    """The skeleton of our decoder: one layer of each kind; where ranks hold parts of its matrices (`parallel.tp`), what
-    one has."""
+    """Make the skeleton of our decoder: one layer of each kind. Where ranks hold parts of its matrices (`parallel.tp`),
+    it is that of one rank."""
     section, parallel, lora = recipe.model, recipe.parallel, recipe.lora
     config, spec = decoder_config(section, vocab_size), spec_of(section.kind)
     if parallel.tp > 1:
@@ -239,7 +239,7 @@ def _check_counts(model: Any, numbers: Sequence[int]) -> None:
 
 
 def _foreign_skeleton(model: Any) -> Skeleton:
-    """The skeleton of a third-party model: sort its layers by structure and keep one of each."""
+    """Make the skeleton of a third-party model: sort its layers by structure and keep one of each."""
     stack = find_stack(model)
     if stack is not None:
         keep_layers(model, stack, stack.firsts)

@@ -20,7 +20,7 @@ ABOUT = (
 
 
 def failures_words(failures: Failures) -> str:
-    """Describe failures of a simulated run in words: goodput, and what it is made of.
+    """Describe the failures of a simulated run in words: goodput and its parts.
 
     Example:
         >>> failures_words(Failures(every_s=9720.0, interval_s=900.0, recover_s=900.0))
@@ -47,7 +47,7 @@ def setting_of(case: SimulatedCase) -> str:
 
 
 def ladder_row(rung: Rung, first: Rung) -> list[str]:
-    """Describe a rung of the simulated ladder: cells of `LADDER_COLUMNS`."""
+    """Write a rung of the simulated ladder as a row: cells of `LADDER_COLUMNS`."""
     if rung.why_not:
         return [rung.name, f"not possible: {rung.why_not}", *[""] * (len(LADDER_COLUMNS) - 2)]
     exposed = statistics.median(step.exposed for step in rung.steps)
@@ -61,7 +61,7 @@ def ladder_row(rung: Rung, first: Rung) -> list[str]:
 
 
 def ladder_verdict(rungs: Sequence[Rung]) -> str:
-    """Describe the simulated ladder in one sentence: from where to where idle time and step go."""
+    """Describe the simulated ladder in one sentence: idle time and seconds of its first and its last rung."""
     every = [rung for rung in rungs if rung.steps]
     done = [rung for rung in every if rung.case.split != "own"] or every  # which no run does
     last = min(done, key=lambda rung: rung.seconds)
@@ -74,13 +74,13 @@ def ladder_verdict(rungs: Sequence[Rung]) -> str:
 
 
 def causes_row(rung: Rung) -> list[str]:
-    """Describe a simulated step's idle time as a row: a name, the idle share of each cause, and their sum."""
+    """Write the idle time of a simulated step as a row: a name, the idle share of each cause, and their sum."""
     causes = [round(share, 9) + 0.0 for share in rung.causes().values()]  # what rounding leaves is nothing
     return [rung.name, *map(format_share, causes), format_share(sum(causes))]
 
 
 def critical_words(step: SimulatedStep) -> str:
-    """Describe the critical path of a simulated step: which ranks' passes decide how long it takes."""
+    """Describe the critical path of a simulated step: the ranks whose passes decide how long it takes."""
     seconds: dict[int, float] = {}
     for row, place in step.critical_path():
         times = step.timeline.rows[row][place[0]][place[1]]

@@ -146,7 +146,7 @@ def _usable(name: str, numbers: Sequence[float]) -> bool:
 
 
 def _listed(path: Path, most: int) -> ListedLengths:
-    """Lengths of documents from a file: whole numbers, one per line, or a list of JSON."""
+    """Read lengths of documents from a file: whole numbers, one per line, or a list of JSON."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

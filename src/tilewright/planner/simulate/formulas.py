@@ -11,7 +11,7 @@ from tilewright.planner.simulate.pass_costs import KindSeconds
 
 
 def idle_in_one_wave(p: int, m: int, v: int = 1) -> float:
-    """Formula: idle share of GPipe and 1F1B (v = 1) and of interleaved 1F1B: (p - 1) / (v m + p - 1).
+    """The idle share of GPipe and 1F1B (v = 1) and of interleaved 1F1B by formula: (p - 1) / (v m + p - 1).
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Interleaved: m is a multiple of p.
 
@@ -23,8 +23,8 @@ def idle_in_one_wave(p: int, m: int, v: int = 1) -> float:
 
 
 def idle_of_deferred(p: int, m: int, v: int, kinds: KindSeconds) -> float:
-    """Formula: idle share of interleaved 1F1B whose ranks send the gradient of an input before they compute those of
-    weights: they wait for (p - 1) (F + I) / v. m is a multiple of p.
+    """The idle share, by formula, of interleaved 1F1B whose ranks send the gradient of an input before they compute
+    those of weights: they wait for (p - 1) (F + I) / v. m is a multiple of p.
 
     Example:
         >>> round(idle_of_deferred(8, 32, 2, KindSeconds()), 3)
@@ -35,7 +35,7 @@ def idle_of_deferred(p: int, m: int, v: int, kinds: KindSeconds) -> float:
 
 
 def idle_of_zb_h1(p: int, m: int, kinds: KindSeconds) -> float:
-    """Formula: idle share of ZB-H1: ranks wait for (p - 1) (F + I - W), with m from p on, and I at least W.
+    """The idle share of ZB-H1 by formula: ranks wait for (p - 1) (F + I - W), with m from p on, and I at least W.
 
     Source: Qi et al. 2023 (arXiv 2401.10241), table 1.
 
@@ -48,13 +48,13 @@ def idle_of_zb_h1(p: int, m: int, kinds: KindSeconds) -> float:
 
 
 def in_flight_of_1f1b(p: int, m: int, rank: int) -> int:
-    """Formula of 1F1B: micro-batches whose activations a rank holds at most: min(m, p - rank)."""
+    """The most micro-batches whose activations a rank of 1F1B holds, by formula: min(m, p - rank)."""
     return min(m, p - rank)
 
 
 def in_flight_of_interleaved(p: int, m: int, v: int, rank: int) -> float:
-    """Formula of interleaved 1F1B: micro-batches, each through all stages of the rank: ((v - 1) p + 2 (p - rank - 1) +
-    1) / v; at most m.
+    """The most micro-batches that a rank of interleaved 1F1B holds, each through all its stages, by formula: ((v - 1) p
+    + 2 (p - rank - 1) + 1) / v; at most m.
 
     Source: Narayanan et al. 2021, section 2.2: forward passes before the first backward pass. m is a multiple of p.
     """
@@ -81,7 +81,7 @@ class Failures:
 
     @property
     def goodput(self) -> float:
-        """Formula of goodput: share of all time that goes into steps which count.
+        """The goodput by formula: the share of all time that goes into steps which count.
 
         Source: Daly 2006 (Future Generation Computer Systems 22), equation 13: a stretch of steps and its checkpoint
         take M e^(R/M) (e^((T + C)/M) - 1) seconds on average. Here over e^((R + T + C)/M), which may be any number.
@@ -92,7 +92,7 @@ class Failures:
 
     @property
     def best_interval_s(self) -> float:
-        """Formula: the interval with the greatest goodput; 0 where checkpoints stall nothing: the more, the better.
+        """The interval of checkpoints with the greatest goodput, by formula; 0 if checkpoints cost nothing.
 
         Source: zero of the derivative, (1 - x) e^x = e^(-C/M) of x = T/M, by bisection.
         """

@@ -49,7 +49,7 @@ class Rung:
         return {cause: statistics.fmean(one[cause] for one in found) for cause in CAUSES}
 
     def to_json(self) -> dict[str, object]:
-        """A rung of the ladder for a result file: numbers of all steps."""
+        """Write a rung of the ladder for a result file: numbers of all steps."""
         if self.why_not:
             return {"name": self.name, "why_not": self.why_not}
         return {

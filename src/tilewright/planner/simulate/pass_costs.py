@@ -30,17 +30,17 @@ class KindSeconds:
     """Of the gradients of its weights."""
 
     def of(self, kind: Kind) -> float:
-        """Costs by kind: seconds of a pass of this kind."""
+        """The seconds of a pass of this kind."""
         return self.by_kind[kind]
 
     @cached_property
     def by_kind(self) -> Mapping[Kind, float]:
-        """Costs of passes: seconds of each kind."""
+        """The seconds of a pass of each kind."""
         return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}
 
     @property
     def total(self) -> float:
-        """Costs of a pass: seconds forward and backward."""
+        """The seconds of a pass forward and of one backward, together."""
         return self.forward + self.dgrad + self.wgrad
 
 
@@ -73,11 +73,11 @@ class PassCosts:
         )
 
     def seconds(self, row: int, rank: int, slot: Slot) -> float:
-        """Costs of passes: seconds of a slot of one rank of a row."""
+        """The seconds of a slot of one rank of a row."""
         return self.of_slots(row, rank, (slot,))[0]
 
     def of_slots(self, row: int, rank: int, slots: Iterable[Slot]) -> list[float]:
-        """Costs of passes: seconds of each of some slots of a rank of a row."""
+        """The seconds of each of some slots of a rank of a row."""
         work, shares, kinds, speed = self.work[row], self.shares[row], self.kinds.by_kind, self.speeds[row][rank]
         found = []
         for slot in slots:
@@ -88,8 +88,7 @@ class PassCosts:
         return found
 
     def held(self, row: int, one: StagePass) -> float:
-        """Memory cost of a pass: what it keeps for the backward pass, in micro-batches of work 1 through a stage of
-        share 1."""
+        """The activations that a pass keeps for backward, in micro-batches of work 1 through a stage of share 1."""
         return self.work[row][one.microbatch] * self.shares[row][one.stage]
 
     def even_rows(self) -> "PassCosts":
@@ -185,7 +184,7 @@ class StepCosts:
 
 
 def ready_one_by_one(rows: int, microbatches: int, each_s: float) -> Matrix:
-    """Costs of reading: a reader per row that needs so long for each micro-batch, and begins with the step.
+    """The times at which micro-batches are read: a reader per row takes `each_s` for each and begins with the step.
 
     Example:
         >>> ready_one_by_one(1, 3, 0.5)
@@ -195,7 +194,7 @@ def ready_one_by_one(rows: int, microbatches: int, each_s: float) -> Matrix:
 
 
 def by_rank(speeds: Sequence[float], rows: int) -> Matrix:
-    """Costs by rank: speeds of the world's ranks, by row and rank of it.
+    """Arrange the speeds of the world's ranks by row and rank of it.
 
     Example:
         >>> by_rank([1.0, 0.8, 1.0, 1.0], rows=2)

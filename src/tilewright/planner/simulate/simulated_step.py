@@ -148,7 +148,7 @@ def _in_flight(one: SlotTimes, before: float) -> float:
 
 
 def idle_by_cause(step: SimulatedStep) -> dict[str, float]:
-    """Idle time of a simulated step by cause: shares of the ranks' time, which add up to `step.idle`.
+    """Divide the idle time of a simulated step by cause: shares of the ranks' time, which add up to `step.idle`.
 
     The step is simulated again with one cause after the other: in each row equal passes; stages and ranks as they are;
     micro-batches; rows; messages; data; and gradients summed. A cause has the time that it adds. It may be negative:
@@ -168,10 +168,10 @@ def idle_by_cause(step: SimulatedStep) -> dict[str, float]:
 
 
 def _work_s(step: SimulatedStep) -> list[float]:
-    """Work of a simulated step: of each row, seconds of passes per rank."""
+    """The seconds of passes per rank in each row of a simulated step."""
     return [math.fsum(one.end_s - one.begin_s for rank in row for one in rank) / len(row) for row in step.timeline.rows]
 
 
 def _spans_s(timeline: Timeline) -> list[float]:
-    """Spans of a simulated step: of each row, seconds until its last pass is over."""
+    """The seconds until the last pass of each row of a simulated step is over."""
     return [max(rank[-1].end_s for rank in row) for row in timeline.rows]

@@ -39,16 +39,16 @@ class Timeline:
 
     @cached_property
     def passes_s(self) -> float:
-        """Times of slots: seconds until the last pass is over."""
+        """The seconds until the last pass of the slots is over."""
         return max(ranks[-1].end_s for row in self.rows for ranks in row)
 
     def ends_s(self, rank: int) -> list[float]:
-        """Times of slots: seconds until this rank of each row has done its last slot."""
+        """The seconds until this rank of each row has done its last slot."""
         return [row[rank][-1].end_s for row in self.rows]
 
 
 def simulate(table: ScheduleTable, costs: StepCosts) -> Timeline:
-    """Simulate the times of the slots of every row: when each begins and ends.
+    """Simulate every row of ranks: when each slot begins and ends.
 
     Args:
         table: of a row; all rows have the same.
@@ -79,7 +79,7 @@ class _Row:
 
 
 class _Run:
-    """The state of a simulation: what is under way, and what each rank waits for."""
+    """The state of a simulation: the passes under way, and the message that each rank waits for."""
 
     def __init__(self, table: ScheduleTable, costs: StepCosts) -> None:
         self._table, self._costs, self._needs = table, costs, table.needs
@@ -166,7 +166,7 @@ class _Run:
 
 
 def _stuck(table: ScheduleTable, done: list[int]) -> ConfigError:
-    """Slots without a time: the two of a circle of ranks that wait: each is behind the one that waits for the other."""
+    """Make the error of a schedule whose ranks wait for each other in a circle: it names two slots of the circle."""
 
     def waits_for(rank: int) -> Place:
         """A slot of the schedule that the rank's next one needs, and that is not done."""

@@ -113,7 +113,7 @@ class SimulatedCase:
         return [SplitCosts((1.0,) * layers, rank_of, speeds) for speeds in self.row_of_speeds]
 
     def row_speeds(self) -> list[float]:
-        """How fast each row of a case is: as its slowest rank, given its layers."""
+        """The speed of each row of a case: that of its slowest rank, given its layers."""
         found = []
         for shares, speeds in zip(self.splits(), self.row_of_speeds, strict=True):
             load = [0.0] * self.pipeline.pp

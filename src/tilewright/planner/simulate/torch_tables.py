@@ -123,8 +123,8 @@ def _passes(action: Any) -> list[str]:
 
 
 def mended_1f1b(count: int, stage: int) -> list[list[str]]:
-    """The last rank's passes in torch's 1F1B table: each micro-batch forward, and at once backward. The runtime of
-    torch does that, the table of torch 2.13 begins there with micro-batch 1 and ends with one that does not exist."""
+    """Mend the last rank's row of torch's 1F1B table: each micro-batch forward, and at once backward. torch's runtime
+    runs it so; the table of torch 2.13 begins there with micro-batch 1 and ends with one that does not exist."""
     return [[f"{stage}{kind}{number}"] for number in range(count) for kind in "FB"]
 
 

@@ -61,7 +61,7 @@ class AlikeExperts(ExpertLoop):
         return _Join.apply(self, *(outs_PM[group.first] for group in self.groups if group.rows))
 
     def _for_all(self, firsts: Sequence[T]) -> list[T]:
-        """Groups of alike experts: the numbers of the first of each group, for every expert."""
+        """Repeat the value of the first expert of each alike group for every expert of the group."""
         return [one for one, group in zip(firsts, self.groups, strict=True) for _ in range(group.number)]
 
 

@@ -41,8 +41,8 @@ class GemmKind:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors whose bytes are counted: those among arguments or results of an operation, and in lists of them: there is
-    nothing deeper. torch's own walk through trees takes several times as long, and this comes with each operation.
+    """Tensors among the arguments or results of an operation, and in lists of them (there is nothing deeper), whose
+    bytes are counted. torch's own walk through trees takes several times as long, and this is called at each operation.
 
     Example:
         >>> len([*tensors_in((torch.ones(2), 3, [torch.ones(1), None]))])

@@ -28,8 +28,8 @@ OF_A_GPU = KERNELS | {"attention": "native"}
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences torch while a fake model runs: where fake tensors cannot do something it prints a traceback beside the
-    exception."""
+    """Silence torch while a fake model runs: it prints a traceback besides the exception where fake tensors cannot do
+    something."""
     logger = logging.getLogger(fake_tensor.__name__)
     before = logger.disabled
     logger.disabled = True
@@ -135,7 +135,7 @@ class _MasksFrom(TorchDispatchMode):
 def text_inputs(
     model: HFModel, rows: int, seq_len: int, device: torch.device, documents: Documents
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Batches of text for a fake model: packed rows, or with documents as rows one document in each."""
+    """Make batches of text for a fake model: packed rows, or with documents as rows one document in each."""
     ids = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
     causal = model.task == "causal_lm"
     return ids, forward_arguments(model.net, documents, causal, ids, torch.zeros_like(ids))

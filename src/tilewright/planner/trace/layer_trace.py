@@ -28,7 +28,7 @@ MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 
 
 class Measures(Flag):
-    """The measures of layers: the three parts of `TracedLayers`."""
+    """The measures of traced layers: the three parts of `TracedLayers`."""
 
     MEMORY = auto()
     TRAFFIC = auto()

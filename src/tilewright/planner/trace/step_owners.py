@@ -98,7 +98,7 @@ def owners(events: Iterable[ProfiledEvent]) -> list[Owner]:
 
 
 def explained(found: Sequence[Owner]) -> float:
-    """The share of a step whose owner says what it did: all but `OTHER` and `REST`.
+    """The share of a step whose owner is known: all but `OTHER` and `REST`.
 
     Example:
         >>> explained([Owner("optimizer", 3.0, 1), Owner(REST, 1.0, 1)])

@@ -49,7 +49,7 @@ class ConversionPlan:
 
 
 def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
-    """Decide all: precision of every part of a model under a policy that names its device. Changes nothing; works on
+    """Decide the precision of every part of a model by a policy that names its device. Changes nothing; works on
     meta."""
     own = is_own(model)
     routers = set(find_routers(model))
@@ -87,7 +87,8 @@ def _decide(site: ModuleSite, policy: Policy, kept: dict[nn.Parameter, str]) -> 
 
 
 def _possible(site: ModuleSite, decision: FormatDecision, policy: Policy, round_tf32: bool) -> FormatDecision:
-    """Decide what can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
+    """Change a decision to one that can be carried out: TF32 without a unit and 8 bits exist for plain linear layers
+    only."""
     if decision.to_integers and (lost := _why_not_integers(site, decision.compute)) is not None:
         reason = f"{decision.matmul.upper()}, not {decision.compute}: {lost} ({decision.reason})"
         decision = replace(decision, compute=decision.matmul, matmul="", reason=reason, fallback=True)
@@ -145,7 +146,7 @@ def _why_not_integers(site: ModuleSite, name: str) -> str | None:
 
 
 def _tied_alike(decided: Sequence[_Decided]) -> list[_Decided]:
-    """Decide alike on tied parts: one decision for a weight that several share: that of the last rule which rounds it.
+    """Give a weight that several parts share one decision: that of the last rule which rounds it.
 
     An embedding and a head of one matrix are stored once, so one grid must hold for both.
     """
@@ -286,7 +287,7 @@ def _fallback(what: str, reason: str) -> Problem:
 
 
 def without_effect(policy: Policy, decided: Decided, own: bool) -> Iterator[str]:
-    """Decisions without effect: rules and `fp32_ops` that change nothing in this model, each with the reason."""
+    """List rules and `fp32_ops` of a policy that change nothing in this model, each with the reason."""
     for index, rule in enumerate(policy.rules):
         matched = [(site, d) for site, d in decided if rule.matches(site.fqn, kinds_of(site.kind))]
         if not matched:
@@ -306,7 +307,7 @@ def without_effect(policy: Policy, decided: Decided, own: bool) -> Iterator[str]
 
 
 def kept_fp32(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Decided parameters in FP32: those that `_keep_in_fp32_modules_strict` of a model or a part of one means, and the
+    """The parameters that `_keep_in_fp32_modules_strict` of a model, or of a part of one, keeps in FP32, and the
     pattern of each.
 
     transformers loads these in FP32 also where a model is asked for in 16 bits. (`_keep_in_fp32_modules` is about the

@@ -58,8 +58,8 @@ def narrow_weights(sites: Decisions, device_type: str, kernels: Kernels | None =
 
 
 def coded_weights(sites: Decisions, *, power_of_two: bool) -> set[nn.Module]:
-    """Linear layers whose weights can be gathered as codes: matmuls read no more of them than E4M3 codes under
-    power-of-two scales per 128x128.
+    """Linear layers whose weights can be gathered as codes: their matmuls read only E4M3 codes under power-of-two
+    scales per 128x128.
 
     Args:
         sites: modules, and what is decided for each.
@@ -99,7 +99,7 @@ def _settled_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def settle(model: nn.Module, sites: Decisions) -> None:
-    """Settle what is gathered: each parameter in the dtype in which it is read from now on. Nothing is sent, and
+    """Set the dtype in which each sharded parameter is gathered to that in which it is read. Nothing is sent, and
     nothing happens to a model that is not sharded by `parallel.shard`, or not ready yet.
 
     Args:
@@ -127,8 +127,7 @@ def settle(model: nn.Module, sites: Decisions) -> None:
 
 
 def _gather_as(param: Any, dtype: torch.dtype | None) -> None:
-    """Gather a parameter in another dtype: a sharded one is gathered in this dtype, None for its own;
-    its gradient is FP32."""
+    """Gather a sharded parameter in this dtype, None for its own; its gradient is FP32."""
     if dtype == param.param_dtype:
         return
     param.param_dtype, param.all_gather_outputs = dtype, []

@@ -48,7 +48,7 @@ class Handling(Enum):
 
 @dataclass(frozen=True)
 class ModuleSite:
-    """One row: a module or one weight of it, what it is, how it can be set, and a remark for the reader."""
+    """One module, or one weight of it, that a policy decides: its kind, its settings, and a remark for the reader."""
 
     fqn: str
     module: nn.Module

@@ -94,7 +94,7 @@ class Controller:
     # ---- steps ----
 
     def observe(self, loss: float, grad_norm: float) -> tuple[str, Spike | None]:
-        """The controller's verdict on a computed step: apply it, or redo it in wider formats; and its fault."""
+        """Judge a computed step: apply it, or redo it in wider formats; with its fault."""
         self.suspect = None
         spike = self._detector.spike(loss, grad_norm)
         if spike is None or not self.settings.retry_steps:
@@ -103,7 +103,7 @@ class Controller:
         return REDO, spike
 
     def observe_again(self, loss: float, grad_norm: float, first: Spike) -> tuple[str, Spike | None]:
-        """The controller's verdict on a step redone in wider formats: apply or skip it; and the fault that is left."""
+        """Judge a step that was redone in wider formats: apply or skip it; with the fault that is left."""
         spike = self._detector.spike(loss, grad_norm)
         if spike is None:
             self.suspect = first
@@ -123,7 +123,7 @@ class Controller:
     # ---- samples ----
 
     def decide(self, step: int, evidence: QuantStats, *, recalibrate: bool = False) -> list[Move]:
-        """Decide by the controller: the moves that a sample calls for, carried out in the state.
+        """Decide the moves that a sample calls for, and carry them out in the controller's state.
 
         Units come down first, which frees budget; then those that need it most go up. After a step that wider formats
         mended (`suspect`) the limits for coming back are those for leaving, and the worst units go up in any case.
@@ -242,7 +242,7 @@ class Controller:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller's state: all that the next decisions depend on, in JSON types."""
+        """The controller's state: all that its next decisions depend on, in JSON types."""
         return {
             "units": {unit.name: asdict(state) for unit, state in zip(self._units, self._states, strict=True)},
             "detector": self._detector.state_dict(),

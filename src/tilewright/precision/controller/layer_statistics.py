@@ -63,7 +63,7 @@ class GemmStats:
 
     @property
     def gain_error(self) -> float:
-        """Gain error in a layer's statistics: how far the gain is from 1. NaN where a gain is not a number."""
+        """The error of a layer's gain: how far it is from 1. NaN where a gain is not a number."""
         errors = [abs(1 - self.gain_low), abs(1 - self.gain_high)]
         return math.nan if any(map(math.isnan, errors)) else max(errors)
 
@@ -93,8 +93,8 @@ class LayerStats:
     matmuls: Mapping[str, GemmStats] = field(default_factory=dict)
 
     def vector(self) -> list[float]:
-        """A layer's statistics as a vector: all numbers, signed so that higher is worse; minus infinity for what is not
-        there."""
+        """Write a layer's statistics as a vector, signed so that higher is worse; minus infinity for missing
+        numbers."""
         numbers: list[float] = []
         for attribute, name, kind in _PARTS:
             part = getattr(self, attribute).get(name)
@@ -118,7 +118,7 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class QuantStats:
-    """One sample: evidence by the layer's name.
+    """One sample of layer statistics: evidence by the layer's name.
 
     Example:
         >>> a = QuantStats({"up": LayerStats(matmuls={"fprop.fp8_tile": GemmStats(0.99, 0.99, 0.999, 30.0)})})
@@ -131,7 +131,7 @@ class QuantStats:
 
     @classmethod
     def worst(cls, samples: Iterable["QuantStats"]) -> "QuantStats":
-        """The worst statistics of layers: the worse of each number of several samples."""
+        """Merge samples of layer statistics into the worst of each number."""
         vectors: dict[str, list[float]] = {}
         for sample in samples:
             for name, layer in sample.layers.items():

@@ -56,8 +56,7 @@ class Monitor:
         self._max_rows = max(max_rows, _ROWS)
 
     def sample(self, passes: Iterable[Callable[[], object]]) -> QuantStats:
-        """Sample by the monitor: evidence from extra passes, merged by the worse of each number. The model is left as
-        it was.
+        """Collect evidence from extra passes, merged into the worst of each number. The model is left as it was.
 
         Args:
             passes: each runs a forward and a backward pass.
@@ -123,7 +122,7 @@ class Monitor:
 
 
 def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | None:
-    """Rows that the monitor picks: indices of whole runs of 128 rows (the last may be shorter), spread evenly; None for
+    """Pick rows for the monitor: indices of whole runs of 128 rows (the last may be shorter), spread evenly; None for
     all rows.
 
     Example:

@@ -106,7 +106,7 @@ class PrecisionController:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the precision controller: give the layers the formats that they had."""
+        """Restore the formats that layers had before the precision controller."""
         for layer, gemms in self._before:
             if layer.gemms != gemms:
                 layer.set_gemms(gemms, power_of_two=layer.power_of_two)
@@ -163,8 +163,7 @@ class PrecisionController:
         self.decide(step, self.monitor.sample(passes))
 
     def decide(self, step: int, evidence: QuantStats) -> None:
-        """The precision controller's decision: judge evidence of this rank, with that of the others, and carry the
-        moves out."""
+        """Judge the evidence of all ranks, this one's among it, and carry out the moves of formats."""
         names = list(dict.fromkeys(site.layer for site in self.controller.sites))
         evidence = all_reduce_worst(evidence, names, _device_of(self.model), group=self._group)
         why = str(self.controller.suspect) if self.controller.suspect is not None else None
@@ -219,8 +218,8 @@ class PrecisionController:
         return str(spike), f"{still}, also in wider formats"
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """The precision controller's check: the reason why the gradients of a step must not be used, for loops that
-        cannot compute a step again; None where they may.
+        """The reason why the gradients of a step must not be used, for loops that cannot compute a step again; None if
+        they may.
 
         A step that is out of line makes the next sample a search for what to move: see `Controller.suspect`.
         """
@@ -261,7 +260,7 @@ class PrecisionController:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The precision controller's state: all that the next decisions depend on, in JSON types."""
+        """The precision controller's state: all that its next decisions depend on, in JSON types."""
         return {"steps": self.steps, "told": sorted(self.told), "controller": self.controller.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -271,7 +270,7 @@ class PrecisionController:
 
 
 def sites_of(model: nn.Module) -> list[GemmSite]:
-    """Sites of the precision controller: the matmuls of a model's layers with the formats that they have now, the least
+    """The matmuls of a model's layers that the precision controller may move, with their present formats, the least
     that they will have.
 
     The work of a matmul is taken as the number of its weight's elements: right for layers that see every token, too
@@ -321,8 +320,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _over_ranks(loss: float, norm: float, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """The precision controller's numbers over ranks: the worse of each, so that all of them judge alike; NaN counts as
-    infinite."""
+    """Take the worst of each number over ranks, so that all ranks judge alike; NaN counts as infinite."""
     if group is None:
         return loss, norm
     numbers = torch.tensor([loss, norm], dtype=torch.float64, device=device).nan_to_num(nan=float("inf"))

@@ -64,7 +64,7 @@ class SpikeDetector:
         self._norms: deque[float] = deque(maxlen=window)
 
     def spike(self, loss: float, grad_norm: float) -> Spike | None:
-        """A spike in this step: the value out of line, None where none is. Changes nothing."""
+        """The value of this step that is far above those before, a spike; None if none is. Changes nothing."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return Spike("not_finite", loss if not math.isfinite(loss) else grad_norm, math.inf)
         if len(self._losses) < self.warmup:
@@ -87,7 +87,7 @@ class SpikeDetector:
         self._norms.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a detector of spikes: the steps remembered."""
+        """The state of a detector of spikes: the steps that it remembers."""
         return {"losses": list(self._losses), "norms": list(self._norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class SpikeDetector:
 
 
 def upper_bound(values: Sequence[float], factor: float) -> float:
-    """The bound of a spike: the value that is `factor` spreads (1.4826 MAD, or 1 % of the median where that is more)
+    """The value above which a step is a spike: `factor` spreads (1.4826 MAD, or 1 % of the median if that is more)
     above the median."""
     middle = median(values)
     spread = _SIGMA * median(abs(value - middle) for value in values)

@@ -79,8 +79,7 @@ def find(evidence: LayerStats, gemm: str, name: str, limits: dict[str, Threshold
 
 
 def excess(name: str, value: float, limit: float) -> float:
-    """Excess over a threshold: how far a value is beyond its limit, as a ratio of errors: 1 is at the limit. Not a
-    number: infinitely far.
+    """How far a value is beyond a threshold, as a ratio of errors: 1 is at the limit. Not a number: infinitely far.
 
     Example:
         >>> excess("gain_error", 0.04, 0.02), round(excess("sqnr_db", 14.0, 20.0), 2), excess("cosine", math.nan, 0.99)

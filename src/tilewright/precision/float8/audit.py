@@ -70,7 +70,7 @@ class Audit:
         return cast(ConversionReport, self._model.precision_report)
 
     def rows(self) -> list[AuditRow]:
-        """Rows of an audit: one per layer, matmul and format that ran; the present format also where it has not run
+        """Rows of an audit, one per layer, matmul and format that ran; the present format also if it has not run
         yet."""
         names = {row.fqn: None for row in self._report.rows}
         found = self._own_rows()
@@ -103,7 +103,7 @@ class Audit:
         return found
 
     def counts(self) -> Counts:
-        """Counts of an audit: calls so far, those before a resume included; formats that never ran are left out."""
+        """Count the audited calls so far, those before a resume included; formats that never ran are left out."""
         own = self._own_counts()
         for of_rank in [] if self._others is None else self._others(own):
             for fqn, ran in of_rank.items():
@@ -156,7 +156,7 @@ class Audit:
 
 
 def _ran(rows: list[AuditRow]) -> tuple[int, int]:
-    """How much an audit knows of what ran: calls, and kernels where calls are not counted."""
+    """Describe how much an audit knows of what ran: calls, and kernels where calls are not counted."""
     return sum(row.calls or 0 for row in rows), sum(row.kernel != "-" for row in rows)
 
 
@@ -210,8 +210,7 @@ def _known(known: str | None, name: str) -> GemmFormat:
 def _kernel(
     kernels: Kernels, weight: Tensor, output_dtype: torch.dtype | None, gemm: str, form: GemmFormat
 ) -> tuple[str, str]:
-    """The kernel in an audit: the implementation that a matmul of this format runs on, and why that is a fallback, if
-    it is.
+    """The kernel that a matmul of this format runs on, for an audit, and why that is a fallback, if it is.
 
     The input's gradient has the input's dtype, which is that of the layer's result wherever it is settled here.
     """
@@ -242,7 +241,7 @@ def _uncounted(row: ModuleRow, module: nn.Module | None) -> AuditRow:
 
 
 def _frozen(row: ModuleRow, module: FrozenFloat8Linear) -> Iterator[AuditRow]:
-    """Audit of a frozen weight: it has no gradient, and its two matmuls are not counted."""
+    """Audit a frozen weight: it has no gradient, and its two matmuls are not counted."""
     assert module.kernels is not None, "`freeze_in_fp8` gives them"
     for gemm in ("fprop", "dgrad"):
         form = getattr(module, gemm)

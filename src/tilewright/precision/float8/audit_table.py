@@ -53,8 +53,8 @@ def read_rows(value: Mapping[str, Any]) -> list[AuditRow]:
 
 
 def folded(rows: Iterable[AuditRow]) -> list[tuple[AuditRow, int]]:
-    """Folded rows of an audit's table: those that differ only by the numbers in their layers' names as one, with their
-    count and the sum of calls.
+    """Fold rows of an audit that differ only by the numbers in their layers' names, with their count and the sum of
+    calls.
 
     Example:
         >>> rows = [AuditRow(f"layers.{i}.up", "fprop", "bf16", "native", 3) for i in range(2)]
@@ -106,8 +106,8 @@ class Difference:
 
 
 def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[Difference]:
-    """Differences of two audit tables: matmuls that ran in other formats, by other kernels, in other shares of their
-    calls or with other fallbacks.
+    """Compare two audit tables: matmuls that ran in other formats, by other kernels, in other shares of their calls or
+    with other fallbacks.
 
     How long the runs were does not count: calls are compared as shares, to a tenth of a percent.
 

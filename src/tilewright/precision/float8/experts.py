@@ -76,14 +76,14 @@ class ExpertRunner:
 
 
 def _projections(experts: Sequence[nn.Module], name: str) -> list[Float8Linear]:
-    """One layer of each FP8 expert: they are as `groupable` says."""
+    """One linear layer of each FP8 expert, all of them as `groupable` says."""
     return [cast(Float8Linear, getattr(expert, name)) for expert in experts]
 
 
 def grouped_tile_linear(
     x_PK: Tensor, counts: Sequence[int], layers: Sequence[Float8Linear], copies: InputCopies | None = None
 ) -> Tensor:
-    """Grouped FP8 linear of experts: x W_e^T for each expert e on its rows.
+    """Compute x W_e^T for the rows of each FP8 expert e, as one grouped operation.
 
     Args:
         x_PK: rows of expert 0, zero rows up to a multiple of 128, rows of expert 1, ...
@@ -113,7 +113,7 @@ def _copies(x_PK: Tensor, first: Float8Linear) -> InputCopies:
 
 
 def _spans(counts: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """Spans of FP8 experts: first and last row of each, its padding to tiles of this width included."""
+    """First and last row of each FP8 expert, its padding to tiles of this width included."""
     ends = list(accumulate(-(-count // width) * width for count in counts))
     return list(zip([0, *ends], ends, strict=False))
 

@@ -124,7 +124,7 @@ class FrozenFloat8Linear(HoldsCodes, Cast, nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        """Text of a frozen FP8 linear layer: nn.Linear's own and the formats."""
+        """Describe a frozen FP8 linear layer for print: nn.Linear's own text and the formats."""
         return f"{nn.Linear.extra_repr(self)}, frozen in fp8, fprop={self.fprop}, dgrad={self.dgrad}"
 
 

@@ -39,7 +39,7 @@ class QuantizingSwiGLU:
     form: OperandFormat
 
     def __call__(self, gate: Tensor, up: Tensor) -> WithCopies | Tensor:
-        """A fused SwiGLU: gate and up [..., D] -> [..., D], in gate's dtype; without copies inside of a torch.func
+        """Run a fused SwiGLU: gate and up [..., D] -> [..., D], in gate's dtype; without copies inside of a torch.func
         transform."""
         if in_func_transform():
             return self.kernels.swiglu(gate, up)

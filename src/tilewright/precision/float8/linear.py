@@ -85,8 +85,8 @@ class Float8Linear(Cast, nn.Linear):
     through the buffers of two models (an average of weights, DDP) finds the same ones in a copy, which has none."""
 
     def configure(self, gemms: Gemms, *, power_of_two: bool, keep: str = "qdata", strict: bool = False) -> None:
-        """Configure an FP8 linear layer: set the formats, and for them what compiled code and producers of the input
-        depend on.
+        """Set the formats of an FP8 linear layer, and the values that compiled code and producers of its input depend
+        on.
 
         Args:
             gemms: formats of the matmuls.
@@ -154,12 +154,12 @@ class Float8Linear(Cast, nn.Linear):
 
     @property
     def switch(self) -> RuntimeFormats:
-        """The switch of an FP8 linear layer: formats, kernels and counters that the matmuls read."""
+        """The switch that the matmuls of an FP8 linear layer read: formats, kernels and counters."""
         return RuntimeFormats(self.known, self.formats, self.counts)
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Executed matmuls of an FP8 linear layer: matmul -> format -> calls since `reset_executed`, for formats that
-        ran."""
+        """Count the calls of an FP8 linear layer's matmuls: matmul -> format -> calls since `reset_executed`, for
+        formats that ran."""
         return RuntimeFormats(self.known, self.formats, self.counts).executed()
 
     def note_executed(self, *names: str) -> None:
@@ -233,7 +233,7 @@ class Float8Linear(Cast, nn.Linear):
         return weight_operand(self.weight_store, weight_MK, self._kernels(), form, transposed=transposed)
 
     def extra_repr(self) -> str:
-        """Text of an FP8 linear layer: nn.Linear's own and the formats."""
+        """Describe an FP8 linear layer for print: nn.Linear's own text and the formats."""
         return f"{nn.Linear.extra_repr(self)}, gemms={self.gemms}"
 
 
@@ -243,8 +243,8 @@ def float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
 
 
 def new_switch(gemms: Gemms, *, power_of_two: bool = True) -> RuntimeFormats:
-    """A new switch of an FP8 linear layer: formats as given and counts of zero: ordinary tensors on the host, whatever
-    context they are made in."""
+    """Make the switch of an FP8 linear layer: formats as given and counts of zero. They are ordinary tensors on the
+    host, whatever context they are made in."""
     known = _known(gemms.formats, power_of_two)
     with torch.inference_mode(False):
         formats = _indices(gemms, known)
@@ -254,8 +254,8 @@ def new_switch(gemms: Gemms, *, power_of_two: bool = True) -> RuntimeFormats:
 
 @functools.lru_cache(maxsize=256)
 def _known(formats: tuple[GemmFormat, ...], power_of_two: bool) -> str:
-    """Known formats of an FP8 linear layer: those that recipes name and these, in the order that counts have. Of one
-    name, the one that is given."""
+    """The formats of an FP8 linear layer in the order of the counts: those that recipes name and these. Of one name,
+    the given format."""
     every = (each.relaxed(power_of_two=power_of_two) for each in (*FORMATS, *formats) if each in FORMATS or each.scaled)
     return to_text(tuple({each.name: each for each in every}.values()))
 

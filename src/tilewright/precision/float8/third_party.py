@@ -86,7 +86,7 @@ def counters(model: nn.Module) -> list[Tensor]:
 
 
 def row_name(fqn: str, weight: Owned) -> str:
-    """Name of a third-party weight in reports and rules: its module, or its own name where the module has several."""
+    """Name a third-party weight in reports and rules: by its module, or by itself if the module has several."""
     return f"{fqn}.{weight.name}" if weight.stacked and fqn else weight.name if weight.stacked else fqn
 
 
@@ -134,7 +134,7 @@ class _Conv1D(_GivenOver):
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """Forward of a third-party Conv1D: x [..., K] -> [..., M]."""
+        """Run a third-party Conv1D: x [..., K] -> [..., M]."""
         return self.tile_weights["weight"].linear(x, self.weight.T, self.bias)
 
 
@@ -157,8 +157,8 @@ class _Stacked(_GivenOver):
     """Each token's experts, weighted and summed, as transformers' own implementations compute them."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Forward of third-party stacked experts: hidden_states [N, K], index [N, C] int64 and weights [N, C] of the
-        chosen experts -> [N, K].
+        """Run third-party stacked experts: hidden_states [N, K], index [N, C] int64 and weights [N, C] of the chosen
+        experts -> [N, K].
 
         An index of E or more is no expert's, and adds nothing.
         """
@@ -197,7 +197,7 @@ class _Stacked(_GivenOver):
 
 
 def _rows_of_each(experts: Tensor, num_experts: int) -> list[int]:
-    """Rows of each third-party expert: how many choices fall on it, and at the end on none."""
+    """Count the choices of each third-party expert, and at the end those of none."""
     if isinstance(experts, FakeTensor):  # a plan's: nobody chooses, so all are equally busy
         share, rest = divmod(experts.numel(), num_experts)
         return [share + (index < rest) for index in range(num_experts)] + [0]

@@ -48,7 +48,7 @@ class ExpertLoop:
         return stack.unbind()
 
     def each(self, of: Callable[[int], T]) -> list[T]:
-        """Each expert of an FP8 weight: values of a function of its number."""
+        """Call a function with the number of each expert of an FP8 weight, and collect its values."""
         return [of(expert) for expert in range(len(self.counts))]
 
     def join(self, outs_PM: Sequence[Tensor]) -> Tensor:
@@ -94,13 +94,13 @@ class Float8Weight:
         return self.switch.counts
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Executed matmuls of an FP8 weight: matmul -> format -> calls so far, for formats that ran."""
+        """Count the calls of an FP8 weight's matmuls: matmul -> format -> calls so far, for formats that ran."""
         return self.switch.executed()
 
     # ---- one matrix ----
 
     def linear(self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
-        """Linear with an FP8 weight: x W^T + b. x [..., K] any float dtype -> [..., M] `output_dtype`."""
+        """Compute x W^T + b with an FP8 weight. x [..., K] any float dtype -> [..., M] `output_dtype`."""
         with torch.autocast(x.device.type, enabled=False):
             out_NM = self._multiply(x.reshape(-1, x.shape[-1]), weight_MK, bias_M, None)
         return out_NM.view(*x.shape[:-1], out_NM.shape[-1])
@@ -140,8 +140,8 @@ class Float8Weight:
     # ---- a stack of matrices ----
 
     def grouped(self, x_PK: Tensor, counts: Sequence[int], stack_EMK: Tensor, bias_EM: Tensor | None) -> Tensor:
-        """Grouped linear with FP8 weights: x W_e^T + b_e for each expert e on its rows. An expert without rows does
-        nothing, and its gradient is zero.
+        """Compute x W_e^T + b_e with FP8 weights for the rows of each expert e. An expert without rows does nothing,
+        and its gradient is zero.
 
         Args:
             x_PK: rows of expert 0, of expert 1, ...; any float dtype.
@@ -167,7 +167,7 @@ class Float8Weight:
         return loop.join(outs)
 
     def _grouped_copies(self, x_PK: Tensor, loop: ExpertLoop, wants_dw: bool) -> Sequence[InputCopies | None]:
-        """Grouped copies for an FP8 weight: of each expert's rows, all quantised at once.
+        """Quantise the rows of all experts at once, for a grouped FP8 weight.
 
         Each expert's rows begin at a whole tile there, so that no tile of a column-wise copy holds two experts'. With
         a scale per tensor each expert has its own, and quantises for itself.

@@ -61,7 +61,7 @@ class QuantizedWeights:
 
     @torch.no_grad()
     def refresh(self, among: Iterable[nn.Module] | None = None) -> None:
-        """Refresh the cache of quantised weights: quantise what has changed now, of all or of those of some modules."""
+        """Quantise the weights of the cache that have changed, all of them or those of some modules."""
         layers = self.layers(among)
         if layers and self._handle is None:  # without a layer in FP8 there is nothing to do after a step
             self._handle = self._optimizer.register_step_post_hook(lambda *_: self.refresh())
@@ -72,7 +72,7 @@ class QuantizedWeights:
                 layer.quantized_weight()
 
     def leave(self, modules: Iterable[nn.Module]) -> None:
-        """Leave the cache of quantised weights: those of these modules go elsewhere: each pass quantises them."""
+        """Remove the weights of these modules from the cache: each pass quantises them."""
         for layer in self.layers(modules):
             layer.keep_weight(False)
         self._without.update(modules)

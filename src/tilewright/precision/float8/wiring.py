@@ -60,7 +60,7 @@ def _reads_both(reader: Float8Linear, first: Float8Linear) -> bool:
 
 
 def group_experts(model: nn.Module) -> None:
-    """Wire experts as a group: those whose layers agree run as one operation."""
+    """Let experts whose FP8 layers agree run as one grouped operation."""
     for module in cast(Iterable[Any], model.modules()):
         if "expert_runner" in vars(module):
             module.expert_runner = ExpertRunner() if groupable(list(module.experts)) else None

@@ -110,11 +110,11 @@ class IntegerTrainedLinear(CastLinear):
     """Set by `convert`."""
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Operands in an integer compute format: input and weight as they are multiplied; see `CastLinear.operands`."""
+        """The input and the weight of an integer compute format as they are multiplied; see `CastLinear.operands`."""
         return self.integers.input(x), self.integers.weight(self.weight)
 
     def extra_repr(self) -> str:
-        """Text of a linear layer in an integer compute format: CastLinear's own and the format."""
+        """Describe a linear layer in an integer compute format for print: CastLinear's own text and the format."""
         return f"{super().extra_repr()}, rounded to {self.integers.name}"
 
 
@@ -129,5 +129,5 @@ class IntegerTrainedEmbedding(CastEmbedding):
         return self.integers.weight(rows.flatten(0, -2)).view(rows.shape)
 
     def extra_repr(self) -> str:
-        """Text of an embedding in an integer compute format: its own and the format."""
+        """Describe an embedding in an integer compute format for print: its own text and the format."""
         return f"{super().extra_repr()}, rounded to {self.integers.name}"

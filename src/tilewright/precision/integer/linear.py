@@ -62,7 +62,7 @@ class Int8Linear(HoldsCodes):
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, machine: Machine | None = None, kernel: str = "auto") -> "Int8Linear":
-        """An INT8 linear layer from a linear one: the weight rounded to nearest.
+        """Make an INT8 linear layer of a linear one: the weight rounded to nearest.
 
         Raises:
             NumericsError: the weight is not finite.
@@ -120,7 +120,7 @@ class Int8Linear(HoldsCodes):
         return self._prepared
 
     def forward(self, x: Tensor) -> Tensor:
-        """Forward of an INT8 linear layer: x [..., K] of any float dtype -> [..., N] of the same."""
+        """Run an INT8 linear layer: x [..., K] of any float dtype -> [..., N] of the same."""
         if torch.compiler.is_compiling() and self._prepared is not None:
             made = self._prepared
             made_from = made.made_from if self._looked_into else None  # compared in the kernel
@@ -133,5 +133,5 @@ class Int8Linear(HoldsCodes):
         return self.__dict__ | {"_prepared": None, "_looked_into": True}
 
     def extra_repr(self) -> str:
-        """Text of an INT8 linear layer: sizes and kernel."""
+        """Describe an INT8 linear layer for print: sizes and kernel."""
         return f"{self.in_features} -> {self.out_features}, int8, kernel {self._up_to_date().chosen.candidate.name}"

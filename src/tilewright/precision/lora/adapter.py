@@ -75,7 +75,7 @@ def _add_adapter(module: Any, inputs: tuple[Tensor | WithCopies, ...], out: Tens
 
 
 def kept_by(key_N: Tensor, width: int, dropout: float) -> Tensor:
-    """Dropout of adapters' inputs by keys: which elements [N, K] of rows are left, a pure function of their keys and
+    """Choose by keys which elements [N, K] of an adapter's input dropout keeps: a pure function of their keys and
     columns.
 
     Args:
@@ -93,9 +93,9 @@ def kept_by(key_N: Tensor, width: int, dropout: float) -> Tensor:
 
 
 def _zero_some(module: Any, x: Tensor) -> Tensor:
-    """Zero some inputs of an adapter: x [..., K] without some of its elements. A rank with some of the columns of all
-    draws for all of them, as the ranks with the others do from the same state: each drops what one process would. Rows
-    that have keys, as those of routed experts, lose what these say, on whatever rank."""
+    """Apply an adapter's dropout: x [..., K] without some of its elements. A rank with some of the columns draws for
+    all of them, as the ranks with the others do from the same state: each drops what one process would. Rows that have
+    keys, as those of routed experts, lose what their keys say, on whatever rank."""
     if (key_N := vars(module).get("row_keys")) is not None:
         kept_NK = kept_by(key_N, x.shape[-1], module.lora_dropout)
         return torch.where(kept_NK, x / (1 - module.lora_dropout), 0.0)

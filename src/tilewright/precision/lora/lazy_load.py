@@ -41,8 +41,7 @@ def can_fill(model: Model, folder: Path | str) -> bool:
 
 @torch.no_grad()
 def fill_adapted(model: Model, folder: Path | str, device: torch.device | str, seed: int) -> None:
-    """Fill an adapted model lazily: give one on the meta device its memory and values, in the formats that it has
-    there.
+    """Give an adapted model on the meta device its memory and values, in the formats that it has there.
 
     FP8 layers get the folder's codes as they are, or are encoded one at a time. Parameters are new objects afterwards,
     tied ones stay tied: make the optimizer later.

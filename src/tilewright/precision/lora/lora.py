@@ -151,7 +151,7 @@ def _freeze_in_fp8(model: nn.Module, layers: Mapping[str, nn.Linear], kernels: K
 
 @torch.no_grad()
 def init_lora(model: nn.Module, seed: int) -> None:
-    """Initial values of LoRA: A uniform as in peft, each layer from a generator seeded by its name; B zero."""
+    """Initialise LoRA: A uniform as in peft, each layer from a generator seeded by its name; B zero."""
     for name, module in adapted_layers(model).items():
         if module.lora_A.device.type != "meta":
             generator = torch.Generator().manual_seed(name_seed(seed, name))
@@ -244,7 +244,7 @@ def _as_part(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _convert_again(model: nn.Module) -> None:
-    """Convert again after LoRA: what fuses layers with their neighbours must know their policies."""
+    """Convert a model again after LoRA: parts that fuse layers with their neighbours must know their policies."""
     for module in model.modules():
         if "precision_report" in vars(module):
             set_mode(module, cast(ConversionReport, module.precision_report).policy)
@@ -313,7 +313,7 @@ def load_fp8_weights(model: nn.Module, folder: Path | str) -> list[str]:
 
 
 def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
-    """Scaling of LoRA: the factor of an adapter's product.
+    """The factor by which a LoRA adapter's output is scaled.
 
     Example:
         >>> scaling_of(16, 32.0, False), scaling_of(16, 32.0, True)
@@ -327,7 +327,7 @@ def _takes_adapter(module: nn.Module) -> bool:
 
 
 def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:
-    """Matching layers for LoRA: the names of linear layers that a target matches.
+    """The names of linear layers that a LoRA target matches.
 
     Raises:
         ConfigError: a target that matches none.
@@ -346,7 +346,7 @@ def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:
 
 
 def _endings(names: Collection[str]) -> str:
-    """Endings of layers' names for LoRA: globs of those there are, for a message."""
+    """The endings of layers' names as globs, for a message on LoRA targets."""
     last = dict.fromkeys(name.rpartition(".")[2] for name in names)
     return (
         "targets among " + ", ".join(f"*{name}" for name in list(last)[:12]) if last else "a model with linear layers"

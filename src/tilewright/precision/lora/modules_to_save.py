@@ -21,8 +21,7 @@ _FROZEN = "frozen_before_lora"
 
 
 def shared_weights(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Shared weights among modules to save: parameters, buffers and codes that several modules of a model own, with the
-    modules' names.
+    """Parameters, buffers and codes that several modules of a model share, with the modules' names.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -126,12 +125,12 @@ def train_saved(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules to save: those that train as a whole beside adapters, by name."""
+    """Modules that train as a whole beside adapters, by name."""
     return {name: module for name, module in model.named_modules() if getattr(module, _SAVED, False)}
 
 
 def forget_saved(model: nn.Module) -> None:
-    """Forget modules to save: they are as all others again."""
+    """Forget which modules are to be saved: they are as all others again."""
     for module in saved_modules(model).values():
         delattr(module, _SAVED)
 

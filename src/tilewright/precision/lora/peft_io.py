@@ -241,6 +241,5 @@ def _is_positive(value: Any) -> bool:
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """The root of names in peft files: the module that they are relative to: of one that is no `protocols.Model`,
-    itself."""
+    """The module that names in peft files are relative to; for one that is no `protocols.Model`, itself."""
     return cast(nn.Module, model.net) if hasattr(model, "architecture") else model

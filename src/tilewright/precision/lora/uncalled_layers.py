@@ -22,7 +22,7 @@ _INITIALISE = {"__init__", "_init_weights", "init_weights", "reset_parameters", 
 
 
 def never_called(model: nn.Module) -> dict[str, str]:
-    """Layers that are never called: names of those whose weights the module around takes, with that module's class.
+    """Names of layers that are never called because the module around reads their weights, with that module's class.
 
     Example:
         >>> never_called(nn.TransformerEncoderLayer(8, 2)), list(never_called(nn.MultiheadAttention(8, 2)))
@@ -74,8 +74,7 @@ def _methods(kind: type) -> Iterator[ast.AST]:
 
 
 def _reads(method: ast.AST) -> Iterator[str]:
-    """Reads of uncalled layers: attributes of `self` of which `weight` is taken as a whole: not
-    `self.layer.weight.dtype`."""
+    """Attributes of `self` of which a method reads `weight` as a whole: not `self.layer.weight.dtype`."""
     of_weight = {node.value for node in ast.walk(method) if isinstance(node, ast.Attribute)}
     for node in ast.walk(method):
         if isinstance(node, ast.Attribute) and node.attr == "weight" and node not in of_weight:

@@ -115,7 +115,7 @@ class DynamicScaler:
 
     @property
     def inv_scale(self) -> float:
-        """The inverse of the loss scale: factor that makes gradients true again."""
+        """The inverse of the loss scale, with which gradients are unscaled."""
         return 1.0 / self.scale_value
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class DynamicScaler:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale_value
 
     def update(self, found_inf: Tensor | bool | None = None) -> float:
-        """Update the loss scale: count a step and move it, once all optimizers had theirs.
+        """Count a step and move the loss scale, once all optimizers had their turn.
 
         Args:
             found_inf: whether a gradient was not finite, in loops that look for themselves. None: what `unscale_` and
@@ -175,7 +175,7 @@ class DynamicScaler:
     # ---- plain loops ----
 
     def unscale_(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Unscale an optimizer's gradients: divide by the loss scale in place, to clip or look at them before `step`.
+        """Divide an optimizer's gradients by the loss scale in place, to clip or look at them before `step`.
 
         Gradients that wait through several updates keep the right scale once their optimizer was unscaled or stepped
         for the first time: `update` multiplies them where it moves the scale.
@@ -195,8 +195,8 @@ class DynamicScaler:
         return self._turns.unscale(optimizer, self.inv_scale, group)
 
     def step(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> bool:
-        """Step with loss scaling: unscale the gradients where `unscale_` has not, and step unless one is not finite.
-        Then call `update`.
+        """Unscale the gradients where `unscale_` has not, and step the optimizer unless one is not finite. Then call
+        `update`.
 
         Args:
             optimizer: one that was not stepped since the last update.

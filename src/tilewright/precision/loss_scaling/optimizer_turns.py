@@ -53,7 +53,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """A gradient that was divided before the last update: true values, until it is set to None or to zero."""
+    """A gradient that was unscaled before the last update: true values, until it is set to None or to zero."""
 
     param: Tensor
     grad: ref[Tensor]
@@ -98,7 +98,7 @@ class Turns:
         self._spent = {key: spent.looked_at() for key, spent in self._spent.items() if spent.is_left()}
 
     def unscale(self, optimizer: torch.optim.Optimizer, inv_scale: float, group: dist.ProcessGroup | None) -> Tensor:
-        """Unscale in an optimizer's turn: see `DynamicScaler.unscale_`."""
+        """Unscale the gradients of an optimizer in its turn: see `DynamicScaler.unscale_`."""
         if not isinstance(getattr(optimizer, "param_groups", None), list):
             raise misused("unscale_", f"it was called with a {type(optimizer).__name__}", "an optimizer")
         if not self._scaled:
@@ -183,8 +183,7 @@ class Turns:
         )
 
     def _still_spent(self, params: list[Tensor]) -> list[Tensor]:
-        """Gradients still spent from an earlier turn of optimizers: they hold true values from before the last
-        update."""
+        """Gradients that an earlier turn has unscaled: they hold true values from before the last update."""
         if not self._spent:
             return []
         left = [spent for param in params if (spent := self._spent.get(id(param))) is not None and spent.is_left()]

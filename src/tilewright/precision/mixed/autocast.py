@@ -227,8 +227,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _low_dtype(tree: Any, *, autocast: bool) -> tuple[str, torch.dtype] | None:
-    """The low dtype that autocast is about: device and dtype of the first 16-bit tensor; with `autocast`, of the 16-bit
-    format that autocast would round to, where it is on. None where there is neither."""
+    """The device and dtype of the first 16-bit tensor. With `autocast`, the 16-bit format that autocast would round to,
+    if it is on. None if there is neither."""
     device = None
     for tensor in _tensors(tree):
         if tensor.dtype in LOW_DTYPES:

@@ -76,7 +76,7 @@ class Cast(_Layer):
         return tf32_matmul(matmul, x.to(torch.float32), weight.to(torch.float32), bias)
 
     def extra_repr(self) -> str:
-        """Text of a casting layer: the torch layer's own and the formats."""
+        """Describe a casting layer for print: the torch layer's own text and the formats."""
         compute = "tf32" if self.round_tf32 else str(self.compute_dtype).removeprefix("torch.")
         return f"{super().extra_repr()}, compute={compute}"
 
@@ -93,8 +93,8 @@ class CastLinear(Cast, nn.Linear):
         return self._no_autocast(self._run, x)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Operands of a casting linear layer: input and weight before they are cast. A loss that takes the head's
-        weight and not its forward asks too."""
+        """The input and the weight of a casting linear layer before they are cast. A loss that takes the head's weight
+        and not its forward asks too."""
         return x, self.weight
 
     def _run(self, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class _CastNorm(Cast):
         return self._normalize(x.to(torch.float32)).to(x.dtype)
 
     def _normalize(self, x: Tensor) -> Tensor:
-        """Normalise in a casting layer: the norm of FP32 values."""
+        """Normalise FP32 values in a casting layer."""
         raise NotImplementedError
 
     def _wide(self, param: Tensor | None) -> Tensor | None:
@@ -215,7 +215,8 @@ class _CastInstanceNorm(_CastNorm, _InstanceNorm):
         return super(_CastNorm, self).forward(x)
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
-        """Instance norm as a casting layer: as `nn.InstanceNorm1d`'s, which takes no parameters of another dtype."""
+        """Normalise by instance norm as a casting layer: as `nn.InstanceNorm1d`, which takes no parameters of another
+        dtype."""
         weight, bias, of_input = self._wide(self.weight), self._wide(self.bias), not self.track_running_stats
         kept = self.running_mean, self.running_var
         return F.instance_norm(input, *kept, weight, bias, self.training or of_input, self.momentum or 0.0, self.eps)
@@ -232,7 +233,8 @@ class CastInstanceNorm3d(_CastInstanceNorm, nn.InstanceNorm3d): ...
 
 class _CastBatchNorm(_CastNorm, _BatchNorm):
     def _normalize(self, x: Tensor) -> Tensor:
-        """Batch norm as a casting layer: as `nn.BatchNorm1d.forward`, which takes no parameters of another dtype."""
+        """Normalise by batch norm as a casting layer: as `nn.BatchNorm1d.forward`, which takes no parameters of another
+        dtype."""
         self._check_input_dim(x)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -264,15 +266,15 @@ CASTS: dict[type[nn.Module], type[nn.Module]] = {layer.__bases__[-1]: layer for 
 
 
 def plain_layer(module: nn.Module) -> type[nn.Module]:
-    """The plain layer under a casting one: the module's class; where FSDP2 shards it by itself, what it was before:
-    FSDP2 makes a class of (its mixin, the module's class)."""
+    """The plain class under a casting layer; if FSDP2 shards the module by itself, the class before that: FSDP2 makes a
+    class of (its mixin, the module's class)."""
     kind = type(module)
     return kind.__bases__[-1] if FSDPModule in kind.__bases__ else kind
 
 
 def become(module: nn.Module, layer: type[nn.Module]) -> None:
-    """Become a casting layer: give a module another class in the place of its `plain_layer`; FSDP2's mixin stays before
-    it, and the class of torch's parametrizations over it."""
+    """Make a module a casting layer: another class in place of its `plain_layer`. FSDP2's mixin stays before it, and
+    the class of torch's parametrizations over it."""
     kind = type(module)
     if is_injected(module):
         module.__class__ = rebased(kind, layer)

@@ -32,9 +32,9 @@ def has_wide_gradients(model: nn.Module) -> bool:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse wrappers (DDP) of FP32 gradients: let a model with them raise in a forward pass of torch's
-    DistributedDataParallel, and of `fully_shard` where it was not called by `parallel.shard`: its parts would silently
-    have gradients in 16 bits. Where torch itself refuses the shards, its error gets the words."""
+    """Let a model with FP32 gradients raise in a forward pass of torch's DistributedDataParallel, and of `fully_shard`
+    where it was not called by `parallel.shard`: its parts would silently have gradients in 16 bits. Where torch itself
+    refuses the shards, its error gets the words."""
     if _check not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check)
         model.register_forward_hook(_explain, always_call=True)

@@ -36,8 +36,7 @@ class QueuedLinear(nn.Linear):
 
 
 def attach(model: nn.Module, queue: WeightGradientQueue) -> list[str]:
-    """Attach deferral: let the weight gradients of a model's linear layers wait in a queue, while a region of it is
-    open.
+    """Let the weight gradients of a model's linear layers wait in a queue, while a region of it is open.
 
     The model is converted before. Compiled code ends around these layers: it does not see the queue. What is recomputed
     is compiled inside of what recomputes it, as `Decoder.compile_blocks(waits=True)` does. Classes of plain `nn.Linear`
@@ -73,7 +72,7 @@ def attach(model: nn.Module, queue: WeightGradientQueue) -> list[str]:
 
 
 def detach(model: nn.Module) -> None:
-    """Detach deferral: take the queue from each layer of a model. Nothing may wait in it."""
+    """Take the queue of weight gradients from each layer of a model. Nothing may wait in it."""
     for module in model.modules():
         if vars(module).pop("weight_queue", None) and plain_layer(module) is QueuedLinear:
             become(module, nn.Linear)

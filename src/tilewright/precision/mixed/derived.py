@@ -46,13 +46,13 @@ def _rebuild(kind: type[nn.Module], makers: Sequence[Maker]) -> nn.Module:
 
 
 def derive(module: nn.Module, maker: Maker) -> None:
-    """Derive a module's class: give it the one that the maker makes of its class."""
+    """Give a module the class that the maker makes of its class."""
     kind = type(module)
     module.__class__ = rebased(kind, maker(kind.__bases__[0])) if is_injected(module) else maker(kind)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The plain class under derived ones: the one that a module had before makers and parametrizations."""
+    """The class that a module had before makers and parametrizations derived others from it."""
     kind = type(module).__bases__[0] if is_injected(module) else type(module)
     while "made_by" in vars(kind):
         kind = vars(kind)["plain"]
@@ -72,6 +72,6 @@ def parametrizations(model: nn.Module) -> list[parametrize.ParametrizationList]:
 
 
 def rebased(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """A derived class rebased: like `kind`, over another base."""
+    """Derive a class like `kind` from another base."""
     names = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(kind.__name__, (*kind.__bases__[:-1], base), names)

@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 def own_attention(kernel: str, call: Call) -> Tensor:
-    """Our own attention in a third-party call: the result, in BF16.
+    """Compute a third-party call of attention by our own kernel, in BF16.
 
     Args:
         kernel: candidate of `ops.attention` in C++: "amx" or "avx512".
@@ -48,9 +48,9 @@ def taken_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Call | None:
-    """The call that our own attention takes: operands in BF16, mask and scale of a call that the kernel takes: in BF16,
-    by itself or by autocast, on the CPU, causal or with a boolean mask, without dropout. None of another. Arguments
-    have torch's names."""
+    """The operands in BF16, mask and scale of an attention call that our kernel takes: in BF16, by itself or by
+    autocast, on the CPU, causal or with a boolean mask, without dropout. None for any other call. Arguments have
+    torch's names."""
     operands = query, key, value
     if in_func_transform() or dropout_p or is_causal == (attn_mask is not None):
         return None
@@ -70,7 +70,7 @@ def taken_call(
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """The dtype of own attention: autocast's, where it is on."""
+    """The dtype in which attention computes: autocast's, if it is on."""
     if x.dtype in (torch.float32, torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
     return x.dtype

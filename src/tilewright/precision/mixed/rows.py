@@ -19,8 +19,7 @@ from tilewright.precision.mixed.row_linear import RowLinear
 
 
 def attach(model: nn.Module, machine: Machine) -> list[str]:
-    """Attach layers for a few rows: make the plain linear layers of a model fast for them, where this machine has code
-    for their dtype.
+    """Make the plain linear layers of a model fast for a few rows, if this machine has code for their dtype.
 
     Classes of layers change in place; parameters, names and what larger inputs give stay. Adapters go on
     before: they look for plain layers.

@@ -120,8 +120,8 @@ GEMM_FORMATS = tuple(each.name for each in FORMATS)
 
 
 def why_emulated(form: GemmFormat, machine: Machine) -> str:
-    """Why a GEMM's format is emulated: no unit of the machine multiplies its operands as they are; empty where one
-    does, or they have no scales."""
+    """Explain why a GEMM's format is emulated: no unit of the machine multiplies its operands as they are. Empty if one
+    does, or if they have no scales."""
     choice = fp8_choice(machine)
     if form.operands is None or form.name not in SCALED_FORMATS or form.name in choice.native:
         return ""
@@ -248,8 +248,8 @@ BF16_FLOPS, FP8_FLOPS, BANDWIDTH = 790e12, 1500e12, 4.3e12
 
 
 def expected_gain(in_features: int, out_features: int) -> float:
-    """Expected gain of FP8 GEMMs: time of a linear layer's three in BF16 over that in FP8 with its quantisation, for
-    many tokens.
+    """Estimate the gain of FP8 GEMMs: time of a linear layer's three in BF16 over that in FP8 with its quantisation,
+    for many tokens.
 
     A token's input and output gradient are read in BF16 and written twice in FP8 (row-wise and column-wise). An
     estimate from the rates above, good enough to leave small layers alone; nothing was measured for it.

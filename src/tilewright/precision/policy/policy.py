@@ -49,7 +49,7 @@ FP32_OPS = tuple(sorted({*KIND_OPS, *FUNCTION_OPS}))
 
 @dataclass(frozen=True)
 class FormatDecision:
-    """Precision of one module: the format it computes in, that of its parameters, that of its result, and why.
+    """The precision of one module: the format it computes in, that of its parameters, that of its result, and why.
 
     An `output` of "input" means the format that came in.
     `rule` is the index of the rule that decided, None where none did.
@@ -184,7 +184,7 @@ class Policy:
 
     @property
     def stream(self) -> str:
-        """The policy's format of the residual stream: what embeddings return and norms receive."""
+        """The format of the residual stream: what embeddings return and norms receive."""
         if self.is_fp8:
             return "bf16"
         return {"bf16_mixed": "bf16", "pure_fp16": "fp16"}.get(self.mode, "fp32")
@@ -278,7 +278,7 @@ _EMBEDDING = {
 
 
 def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str, plain: str) -> FormatDecision:
-    """Follow a rule of the policy: the decision after one that matches. `plain`: what the mode computes in, 8 bits
+    """Apply a matching rule of the policy to a decision. `plain`: the format that the mode computes in, 8 bits
     apart."""
     if rule.compute in INTEGER_FORMATS:
         if kind not in INTEGER_KINDS:
@@ -298,7 +298,8 @@ def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str, plain: 
 
 
 def in_fp32(policy: Policy) -> Policy:
-    """The policy in FP32 with what it rounds to integers: what a model is evaluated in, and exported from."""
+    """Change a policy to FP32, with the parts that it rounds to integers: a model is evaluated in it, and exported from
+    it."""
     rounds = policy.rounds_to_integers
     rules = tuple(_widened(rule) for rule in policy.rules if rule.kind or (rounds and rule.sets_formats))
     return Policy("fp32", rules, device_type=policy.device_type)

@@ -19,7 +19,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One part: its name, kind, the formats of its operands, parameters and result, and the reason.
+    """One part in a precision report: its name, kind, the formats of its operands, parameters and result, and the
+    reason.
 
     "-" stands for what the part decides itself. `set_by_policy` is False where the part does what it does of itself,
     whatever the policy says. `gemms` are the formats of a linear layer's matmuls where 8-bit operands are among them.
@@ -76,13 +77,12 @@ class ConversionReport:
 
     @property
     def changed(self) -> Table:
-        """Changed rows of a precision report: those that follow the policy."""
+        """Rows of a precision report that follow the policy."""
         return Table(row for row in self.rows if row.set_by_policy)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares in a precision report: of the matmul work of a training step in each format, the largest first; see
-        `work_of`."""
+        """Shares of a training step's matmul work in each format, the largest first; see `work_of`."""
         return shares((row.formats, row.work) for row in self.rows)
 
     @property
@@ -109,7 +109,7 @@ class ConversionReport:
 
 
 def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
-    """Fallbacks in a precision report: the parts that do not do what the policy asked for, by reason."""
+    """Parts that did not do what the policy asked for, by reason."""
     found: dict[str, list[ModuleRow]] = {}
     for row in rows:
         if row.fallback:
@@ -118,8 +118,7 @@ def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
 
 
 def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
-    """The worst fallbacks of a precision report: share of all rows' matmul work that some parts do, and which do most
-    of it.
+    """The share of all rows' matmul work that fell back, and the parts that do most of it.
 
     Example:
         >>> rows = [ModuleRow(name, "other", "bf16", "-", "-", "because", work=4.0) for name in ("a", "b")]
@@ -135,8 +134,7 @@ def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
 
 
 def format_table(rows: Iterable[ModuleRow]) -> str:
-    """The precision report as a table: rows as aligned text; parts that differ only by their numbers share a line, with
-    their count.
+    """Write a precision report as aligned text; parts that differ only by their numbers share a line, with their count.
 
     Example:
         >>> row = ModuleRow("layers.0.up", "linear", "bf16", "fp32", "bf16", "because")

@@ -31,7 +31,7 @@ ALWAYS_FP32 = {
 
 @dataclass(frozen=True)
 class Rule:
-    """An exception: modules whose name matches the glob `match` and whose kind is `op` compute in `compute`.
+    """A precision rule: modules whose name matches the glob `match` and whose kind is `op` compute in `compute`.
 
     Args:
         match: glob on the module's name.
@@ -113,7 +113,7 @@ class Rule:
 
 
 def kinds_of(kind: str) -> tuple[str, ...]:
-    """Kinds in rules: all that a module of this kind counts as.
+    """All kinds that a module of this kind counts as in rules.
 
     Example:
         >>> kinds_of("head"), kinds_of("conv")

@@ -53,13 +53,13 @@ class ModeSchedule:
         return self.start_mode if self.start_mode is not None and step < self.switch_step else self.mode
 
     def next_switch(self, step: int) -> float:
-        """The schedule's next switch: first step after this one that has another mode; infinite where none has."""
+        """The first step after this one that has another mode; infinite if none has."""
         return self.switch_step if self.start_mode is not None and step < self.switch_step else math.inf
 
 
 @dataclass(frozen=True)
 class FormatSchedule:
-    """The least format of each matmul by step: where 8 bits are allowed, they are used; else BF16.
+    """The least format of each matmul by step: 8 bits where they are allowed, else BF16.
 
     Args:
         begin: first step (counted from 0) in which fprop, wgrad and dgrad may have 8 bits. Later for one than for the
@@ -102,8 +102,7 @@ class FormatSchedule:
         return self.end is None and not any(self.begin)
 
     def floors(self, step: int) -> Mapping[str, int]:
-        """Floors of a schedule of formats: the least format of each matmul in a step: 0 where 8 bits are allowed, 1
-        where it is BF16."""
+        """The least format of each matmul in a step: 0 where 8 bits are allowed, 1 where it is BF16."""
         floors = {gemm: int(step < begin) for gemm, begin in zip(("fprop", "wgrad", "dgrad"), self.begin, strict=True)}
         if self.end is not None and step >= self.end:
             floors |= {"fprop": 1} if self.after == "fprop" else dict.fromkeys(floors, 1)
@@ -111,7 +110,7 @@ class FormatSchedule:
 
 
 def lr_factor(noise: float, strength: float) -> float:
-    """The schedule's factor of the learning rate: 1 / (1 + strength * noise).
+    """The factor of the learning rate for noise: 1 / (1 + strength * noise).
 
     A gradient with relative noise r of independent sign loses alignment with the true one as 1 / sqrt(1 + r^2); a
     cautious rate falls faster, linearly at first. `strength` 0 leaves the rate alone; with 1, matmuls in E4M3 (noise

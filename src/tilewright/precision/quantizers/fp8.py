@@ -103,7 +103,7 @@ class FP8Quantizer(FakeQuantizer):
         return RoundedThrough.apply(x_MK, scale, None, rounding, limits, tile, clip)[0]
 
     def extra_repr(self) -> str:
-        """Text of an FP8 quantiser: its settings."""
+        """Describe an FP8 quantiser for print: its settings."""
         return f"{self.spec.name}, a scale a {self.granularity}, {self._source()}"
 
 

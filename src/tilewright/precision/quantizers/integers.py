@@ -99,7 +99,7 @@ class IntegerQuantizer(FakeQuantizer):
         return _tile(self.granularity, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Forward of an integer quantiser: x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
+        """Run an integer quantiser: x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
         return self._learned(as_matrix(x, self.granularity)).view(x.shape) if self.learned else super().forward(x)
 
     def _extremes(self, x_MK: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class IntegerQuantizer(FakeQuantizer):
         self.zero_point = None
 
     def _learned(self, x_MK: Tensor) -> Tensor:
-        """A learned integer quantiser (LSQ): autograd of s * round(clamp(x / s)) with rounding passed through; the
+        """Quantise with a learned step (LSQ): autograd of s * round(clamp(x / s)) with rounding passed through; the
         step's gradient is scaled down."""
         assert self.scale is not None
         shape = (x_MK.shape[0], x_MK.shape[1])
@@ -157,7 +157,7 @@ class IntegerQuantizer(FakeQuantizer):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """Text of an integer quantiser: its settings."""
+        """Describe an integer quantiser for print: its settings."""
         source = "learned scale" if self.learned else self._source()
         kind = "symmetric" if self.symmetric else "affine"
         return f"{self.spec.name} {kind}, scale per {self.granularity}, {source}"
@@ -181,7 +181,7 @@ def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity =
 def round_to_integers(
     x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec, *, clip: bool
 ) -> Tensor:
-    """Round to integers: x to those of a grid and back, in its own dtype; the gradient passes straight through.
+    """Round x to the integers of a grid and back, in its own dtype; the gradient passes straight through.
 
     Args:
         x_MK: [M, K], FP32, BF16 or FP16.
@@ -201,7 +201,8 @@ def round_to_integers(
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """A positive step of an integer quantiser: an optimizer may carry it through zero: its sign means nothing."""
+    """Make the step of an integer quantiser positive: an optimizer may carry it through zero, and its sign means
+    nothing."""
     return scale.abs().clamp(min=SMALLEST_SCALE)
 
 

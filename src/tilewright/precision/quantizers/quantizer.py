@@ -59,7 +59,7 @@ class FakeQuantizer(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Forward of a quantiser: x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
+        """Run a quantiser: x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
         x_MK = as_matrix(x, self.granularity)
         if self.scale is not None:
             return self._round(x_MK, None, self.clip_gradient).view(x.shape)
@@ -134,8 +134,8 @@ class RoundedThrough(torch.autograd.Function):
 
 
 def as_matrix(x: Tensor, granularity: str) -> Tensor:
-    """A quantiser's input as matrix: x of any shape as [M, K]: rows are the first dim for granularities of weights, all
-    but the last dim else."""
+    """View a quantiser's input as a matrix [M, K]: rows are the first dim for granularities of weights, all but the
+    last dim else."""
     if x.ndim == 0:
         return x.reshape(1, 1)
     if granularity in ("channel", "group"):

@@ -53,7 +53,7 @@ class UnitTime:
 
 
 def estimate(unit: SearchUnit, micro_batches: int, *, ideal: bool = False) -> UnitTime:
-    """Estimated time of a unit's GEMMs: seconds on an H200, by the arithmetic of `gemm_formats.expected_gain`: FLOPs
+    """Estimate the time of a unit's GEMMs: seconds on an H200, by the arithmetic of `gemm_formats.expected_gain`: FLOPs
     and bytes over its rates.
 
     Args:
@@ -85,7 +85,7 @@ def estimate(unit: SearchUnit, micro_batches: int, *, ideal: bool = False) -> Un
 
 
 def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device: torch.device) -> UnitTime:
-    """Measured time of a unit's GEMMs: seconds on this machine at its shape: medians of several repeats, of random
+    """Measure the time of a unit's GEMMs: seconds on this machine at its shape: medians of several repeats, of random
     operands.
 
     Args:

@@ -50,7 +50,7 @@ class Compared:
         self.sums = sums
 
     def only(self, names: Collection[str]) -> "Compared":
-        """Gradient errors of these parameters only: the sums as if theirs alone had changed."""
+        """The gradient errors of these parameters only: the sums as if theirs alone had changed."""
         kept = {
             name: s if name in names else _Sums(s.reference, s.reference, s.reference, s.numel)
             for name, s in self.sums.items()
@@ -71,8 +71,8 @@ class Compared:
 
 
 def lost_by_batch(changes: Sequence[Compared]) -> tuple[float, ...]:
-    """Gradient error as loss of AdamW's steps: share that is lost over all batches together: one value per batch, whose
-    mean it is.
+    """The share of AdamW's steps that gradient errors lose over all batches together: one value per batch, whose mean
+    it is.
 
     AdamW divides by a second moment that many batches made. So a parameter's sums are added over the batches before
     they are scaled: a batch on which its gradient happens to be tiny, and nearly all of it rounding, then counts as
@@ -103,8 +103,8 @@ class GradientTally:
         return all(bool(torch.isfinite(grad).all()) for grad in self._reference.values())
 
     def against(self, model: nn.Module) -> Compared:
-        """The gradient error: the model's present gradients beside the kept ones. A gradient that is missing now counts
-        as zero."""
+        """Compare the model's present gradients with the kept ones: the gradient error. A gradient that is missing now
+        counts as zero."""
         present = {name: param.grad for name, param in model.named_parameters()}
         sums = [_sums(present[name], grad) for name, grad in self._reference.items()]
         rows = torch.stack(sums).tolist() if sums else []  # one wait for the device, not one a parameter

@@ -17,7 +17,7 @@ from tilewright.precision.policy.gemm_formats import TILES
 
 @dataclass(frozen=True)
 class SearchUnit:
-    """Layers that are switched together: one layer, or the like layers of all experts of a block.
+    """Layers that the search switches together: one layer, or the like layers of all experts of a block.
 
     Args:
         name: the layer's name, with "*" for the number of an expert.
@@ -50,7 +50,7 @@ def group_layers(model: nn.Module) -> list[SearchUnit]:
 
 
 class _Facts:
-    """Watches one pass: rows, who reads the same input, and underflow of the operands, by layer."""
+    """Watches one pass: rows, readers of the same input, and underflow of the operands, by layer."""
 
     def __init__(self, layers: Mapping[str, Float8Linear]) -> None:
         self.rows: dict[str, int] = {}
@@ -99,7 +99,7 @@ def _underflow(layer: Float8Linear, tensor: Tensor, form: OperandFormat) -> floa
 def facts(
     layers: Mapping[str, Float8Linear], units: Sequence[SearchUnit], run: Callable[[], object]
 ) -> list[SearchUnit]:
-    """Facts of the layers' units: what one pass shows of them. A layer that the pass does not reach has no rows.
+    """Observe the layers of the units in one pass. A layer that the pass does not reach has no rows.
 
     Args:
         layers: by name.

@@ -56,8 +56,8 @@ class LossModel:
         self._num_batches = len(sensitivity.losses)
 
     def predict(self, fp8: Collection[Product]) -> Prediction:
-        """Predict the loss: the change of a policy with these matmuls in FP8, all others in BF16, which counts as no
-        change."""
+        """Predict the change of the loss under a policy with these matmuls in FP8, all others in BF16, which counts as
+        no change."""
         change = sum(self.costs[matmul] for matmul in fp8)
         if not math.isfinite(change):
             return Prediction(math.inf, math.inf)
@@ -100,7 +100,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def loss_slope(steps: Sequence[float], losses: Sequence[float]) -> float:
-    """Slope of the loss: its relative fall while the number of steps grows by a factor e.
+    """The slope of the loss: its relative fall while the number of steps grows by a factor e.
 
     Least squares of the loss over the logarithm of the step, on all steps: losses of small batches waver too much for
     the last ones alone to show it. As the first steps fall fastest, this errs on the safe side. Zero where the loss
@@ -119,7 +119,7 @@ def loss_slope(steps: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def parse_budget(text: str) -> float:
-    """The budget of a loss model: a relative loss change from "0.25%".
+    """Read the budget of a policy search: a relative loss change from "0.25%".
 
     Raises:
         ConfigError: it is no number with a percent sign.

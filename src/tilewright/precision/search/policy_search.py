@@ -26,7 +26,7 @@ GAP = 1e-6
 
 @dataclass(frozen=True)
 class PolicyCandidate:
-    """A policy: its matmuls in FP8, the loss change predicted, and the seconds of all its linear matmuls."""
+    """A candidate policy: its matmuls in FP8, the predicted loss change, and the seconds of all its linear matmuls."""
 
     name: str
     fp8: frozenset[Product]
@@ -60,11 +60,11 @@ class SearchSpace:
         return wanted == "fp8_tile" or (wanted is None and math.isfinite(self.model.costs[matmul]))
 
     def allowed(self) -> frozenset[Product]:
-        """Allowed matmuls in the search: all that may be in FP8."""
+        """All matmuls that the search may put in FP8."""
         return frozenset(matmul for matmul in self.matmuls() if self.may_be_fp8(matmul))
 
     def required(self) -> frozenset[Product]:
-        """Required matmuls in the search: those that a rule puts into FP8."""
+        """The matmuls that a rule puts into FP8, which the search must keep there."""
         return frozenset(matmul for matmul, name in self.fixed.items() if name == "fp8_tile")
 
     def candidate(self, name: str, fp8: frozenset[Product]) -> PolicyCandidate:
@@ -73,7 +73,7 @@ class SearchSpace:
         return PolicyCandidate(name, fp8, self.model.predict(fp8), self.seconds(fp8))
 
     def seconds(self, fp8: frozenset[Product]) -> float:
-        """Seconds of a candidate of the search: all linear matmuls of a micro-batch, quantisation included, each input
+        """The seconds of a candidate policy: all linear matmuls of a micro-batch, quantisation included, each input
         quantised once."""
         total, rows, columns = 0.0, set(), set()
         for unit in self.units:
@@ -130,8 +130,7 @@ def _possible(change: float, rules: bool) -> str:
 
 
 def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[PolicyCandidate]:
-    """Curve of the search: the fastest policies over budgets from the least possible loss change to that of everything
-    in FP8."""
+    """The fastest policies over budgets from the least possible loss change to that of everything in FP8."""
     low = space.candidate("", frozenset()).predicted.change
     high = space.candidate("", space.allowed()).predicted.change
     if not math.isfinite(high):
@@ -145,8 +144,7 @@ def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[PolicyCandidate]:
 
 
 def baselines(space: SearchSpace) -> list[PolicyCandidate]:
-    """Baselines of the search: the policies that people choose without one: all BF16, all FP8, and FP8 but for the
-    first and last block."""
+    """The policies that people choose without a search: all BF16, all FP8, and FP8 but for the first and last block."""
     marks = [space.candidate("all BF16", frozenset()), space.candidate("all FP8", space.allowed())]
     blocks = {unit.name: int(found[1]) for unit in space.units if (found := re.search(r"(?<![^.])(\d+)\.", unit.name))}
     ends = {min(blocks.values()), max(blocks.values())} if blocks else set()
@@ -157,8 +155,8 @@ def baselines(space: SearchSpace) -> list[PolicyCandidate]:
 
 
 def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
-    """Solve the search: minimise seconds. A variable of 0 or 1 for each matmul in FP8, and one for each quantisation
-    that they need."""
+    """Find the policy with the least seconds within a budget. The program has a variable of 0 or 1 for each matmul in
+    FP8, and one for each quantisation that they need."""
     matmuls = space.matmuls()
     index = {matmul: i for i, matmul in enumerate(matmuls)}
     gains, needs = _objective(space, index)
@@ -180,7 +178,7 @@ def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
 
 
 def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[float], list[tuple[int, int]]]:
-    """Objective of the search: seconds that each variable adds, and pairs (matmul, quantisation that it needs) of
+    """The seconds that each variable of the search adds, and pairs (matmul, quantisation that it needs) of
     variables."""
     gains = [0.0] * len(index)
     needs: list[tuple[int, int]] = []
@@ -207,7 +205,6 @@ def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[f
 
 
 def speed_up(candidates: Sequence[PolicyCandidate], of: PolicyCandidate) -> float:
-    """Speed-up by the search: how many times as fast a policy's linear matmuls are as those of "all BF16" among the
-    candidates."""
+    """How many times as fast a policy's linear matmuls are as those of "all BF16" among the candidates."""
     base = next(candidate for candidate in candidates if candidate.name == "all BF16")
     return base.seconds / of.seconds if of.seconds else 1.0

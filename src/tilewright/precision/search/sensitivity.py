@@ -166,8 +166,8 @@ def set_formats(layer: Float8Linear, gemms: Gemms) -> None:
 
 
 def one_pass(model: TrainableModel, batch: Batch) -> float:
-    """One pass to measure sensitivity: mean loss of a batch, in nats a target; its gradient is in `param.grad`. Draws
-    the same dropout each time."""
+    """Run one pass to measure sensitivity: mean loss of a batch, in nats per target; its gradient is in `param.grad`.
+    Draws the same dropout each time."""
     model.zero_grad(set_to_none=True)
     devices = [batch["labels"].device] if batch["labels"].is_cuda else []
     with torch.random.fork_rng(devices):

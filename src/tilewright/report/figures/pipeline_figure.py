@@ -93,7 +93,7 @@ def _words(one: Pass) -> str:
 
 
 def _history(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """History in the pipeline's figure: idle share by step, where there is more than one."""
+    """Draw the pipeline's idle share by step, if there is more than one step."""
     if len(rows) < 2:
         return []
     steps = [float(row["step"]) for row in rows]

@@ -26,7 +26,7 @@ SHOWN = 200
 
 
 def map_figure(run: RunData) -> Figure | None:
-    """Precision figure: the format that each matmul of each layer had at each sample."""
+    """Draw the format that each matmul of each layer had at each sample."""
     history = run.history
     if history is None or not history.samples:
         return None
@@ -50,7 +50,7 @@ def map_figure(run: RunData) -> Figure | None:
 
 
 def underflow_figure(run: RunData) -> Figure | None:
-    """Precision figure: the underflow of input, weight and gradient at each sample."""
+    """Draw the underflow of input, weight and gradient at each sample."""
 
     def worst(layer: LayerStats) -> tuple[float, str] | None:
         found = [(part.underflow, name) for name, part in layer.tensors.items()]
@@ -67,7 +67,7 @@ def underflow_figure(run: RunData) -> Figure | None:
 
 
 def sqnr_figure(run: RunData) -> Figure | None:
-    """Precision figure: the signal to noise of the matmuls in FP8 at each sample."""
+    """Draw the signal to noise of the matmuls in FP8 at each sample."""
 
     def worst(layer: LayerStats) -> tuple[float, str] | None:
         found = [(part.sqnr_db, name.partition(".")[0]) for name, part in layer.matmuls.items() if "fp8" in name]
@@ -82,7 +82,7 @@ def sqnr_figure(run: RunData) -> Figure | None:
 
 
 def move_rows(run: RunData) -> list[tuple[str, ...]]:
-    """Rows under the precision figures: the controller's moves: step, layer, matmul, from, to, evidence and its
+    """Rows of the controller's moves under the precision figures: step, layer, matmul, from, to, evidence and its
     threshold."""
     history = run.history or History([], [], [], {})
     rows = [(move, "") for move in history.moves] + [(move, "refused") for move in history.refused]
@@ -91,7 +91,7 @@ def move_rows(run: RunData) -> list[tuple[str, ...]]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Short names in precision figures: of layers without the part that all of them begin with.
+    """Shorten layers' names in precision figures by the part that all of them begin with.
 
     Example:
         >>> short_names(["model.layers.0.up", "model.layers.10.up"])
@@ -111,7 +111,7 @@ def _strips(
     strength: Callable[[float], float],
     text: Callable[[float, str], str],
 ) -> Figure | None:
-    """Strips of a precision figure: one bar a layer and sample, as strong as its worst number is bad."""
+    """Draw the strips of a precision figure: one bar per layer and sample, as strong as its worst number is bad."""
     history = run.history
     if history is None or not history.samples:
         return None
@@ -139,7 +139,7 @@ def _format_bar(gemm: str, name: str) -> Bar:
 
 
 def _rank(value: float) -> float:
-    """Rank of a number in precision figures: higher is worse; not a number is the worst."""
+    """Rank a number in precision figures: higher is worse, and not a number is the worst."""
     return math.inf if math.isnan(value) else value
 
 

@@ -293,5 +293,5 @@ def _left_out(count: int, of: int, what: str) -> str:
 
 
 def _window(values: Sequence[object]) -> int:
-    """Window of smoothing in run figures: records that one point rests on: a tenth of them, five at least."""
+    """The number of records that a point of a smoothed curve averages: a tenth of them, five at least."""
     return max(5, len(values) // 10)

@@ -11,7 +11,7 @@ _SIZE = (760, 420)
 
 
 def tradeoff_svg(found: SearchResult, title: str) -> str:
-    """Trade-off picture of a search for a policy: fastest policies over budgets, the chosen one and the usual choices
+    """Draw the trade-off of a policy search: fastest policies over budgets, the chosen one and the usual choices
     marked.
 
     Args:

@@ -74,8 +74,8 @@ def _stage_row(stage: StageCount) -> list[str]:
 
 
 def _domain_row(name: str, summary: dict[str, Any]) -> list[str]:
-    """A domain's row on the page of a build: records of each modality; text, tokens and what is held out, where there
-    are any; and what was dropped."""
+    """Write a domain's row on the page of a build: records of each modality; text, tokens and held-out parts, if there
+    are any; and the dropped records."""
     records, counts = summary["records"][name], summary["domains"].get(name)
     row = [name or NO_DOMAIN, *(f"{records.get(one, 0):,}" for one in MODALITIES)]
     if counts is None:
@@ -87,7 +87,7 @@ def _domain_row(name: str, summary: dict[str, Any]) -> list[str]:
 
 
 def _figure(one: MeasureHistogram) -> Figure:
-    """A figure on the page of a build: a histogram as steps; counts of things are on an axis of powers of two."""
+    """Draw a figure on the page of a build: a histogram as steps; counts of things have an axis of powers of two."""
     doubles = one.starts[2] == 2 * one.starts[1] and one.starts[1] == 1
     last = max((i for i, count in enumerate(one.counts) if count), default=0) + 2
     xs = [float(i) if doubles else start for i, start in enumerate(one.starts)][:last]

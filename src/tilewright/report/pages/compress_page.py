@@ -50,8 +50,8 @@ def verdict_of(record: Mapping[str, Any]) -> str:
 
 
 def _both(row: Mapping[str, Any]) -> str:
-    """Both rises on the page of a compression: over the run, and over the run with as many more steps, where that
-    control was run."""
+    """Both rises on the page of a compression: over the run, and over the run with as many more steps if that control
+    was run."""
     equal = row.get("equal_rise")
     more = "" if equal is None else f" ({_percent(equal)} over the run with as many more steps)"
     return _percent(row["rise"]) + more
@@ -106,7 +106,7 @@ def _stages(record: Mapping[str, Any]) -> CompressTable:
 
 
 def _measured(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Measured rises on the page of a compression: both, each with its error."""
+    """Both measured rises on the page of a compression, each with its error."""
     equal_error = "" if row.get("equal_rise") is None else error_in_words(row["equal_error"])
     return _percent(row["rise"]), error_in_words(row["error"]), _equal(row), equal_error
 
@@ -216,7 +216,7 @@ def _best(record: Mapping[str, Any]) -> str:
 
 
 def _runs(units: Sequence[int]) -> str:
-    """Runs of numbers on the page of a compression: as ranges.
+    """Shorten lists of numbers on the page of a compression to ranges.
 
     Example:
         >>> _runs([0, 1, 2, 5, 7, 8])

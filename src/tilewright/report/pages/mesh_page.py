@@ -96,7 +96,7 @@ def _time(found: BestMeshes) -> Figure:
 
 
 def _bytes(found: BestMeshes) -> Figure:
-    """Bytes on the page of meshes: of each setting those of the rank that needs most, by owner."""
+    """Draw the bytes of each setting on the page of meshes, by owner: those of the rank that needs most."""
     names = [name for name in found.best[0].worst.owners if any(step.worst.owners[name] for step in found.best)]
     rows = [
         (f"{place}, {step.worst.peak_phase}", [step.worst.owners[name] for name in names])
@@ -112,7 +112,7 @@ def _legend(names: Sequence[str]) -> list[tuple[int, str, str]]:
 
 
 def _gantt(found: BestMeshes) -> list[Figure]:
-    """Gantt chart on the page of meshes: of the fastest setting with stages, one row of ranks."""
+    """Draw a Gantt chart on the page of meshes: the fastest setting with stages, one row of ranks."""
     for place, step in enumerate(found.best, 1):
         simulated = step.simulated
         if simulated is not None:

@@ -54,7 +54,7 @@ def _uniform(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _costs(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Costs on the page of a search: of the limits alone, as shares of the run's."""
+    """The costs on the page of a search that have limits, as shares of the run's."""
     return ", ".join(f"{_MEASURES[name]} {_share(row, name, record)}" for name in record["settings"]["limits"])
 
 
@@ -115,7 +115,7 @@ def _scatter(record: Mapping[str, Any], name: str) -> Figure:
 
 
 def _trained(record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:
-    """Trained shapes on the page of a search: name and role of each, and its row."""
+    """Rows of the trained shapes on the page of a search, with name and role of each."""
     alike = record.get("best_uniform")
     names = [*record.get("tried", ()), *([alike] if alike else [])]
     for name in dict.fromkeys(names):

@@ -100,7 +100,7 @@ def _causes(shown: Sequence[Rung]) -> PageTable:
 
 
 def step_gantt(name: str, step: SimulatedStep, left_out: str = "") -> Figure:
-    """A Gantt chart on the page of a simulation: the time of each rank in a simulated step.
+    """Draw the time of each rank in a simulated step as a Gantt chart.
 
     Args:
         name: of the figure.

@@ -35,7 +35,7 @@ class DomainChange:
 
 @dataclass(frozen=True)
 class TaskChange:
-    """Change of one metric of one task of lm-evaluation-harness: base model and run; None: not evaluated."""
+    """The change of one metric of a task of lm-evaluation-harness between base model and run; None: not evaluated."""
 
     before: TaskScore | None
     after: TaskScore | None
@@ -64,8 +64,8 @@ class TaskChange:
 
     @property
     def difference(self) -> str:
-        """Difference of a task after from before: run minus base, with the standard error of a difference of two
-        independent samples; "" without both.
+        """The difference of a task's score, run minus base, with the standard error of a difference of two independent
+        samples; "" without both.
 
         Both models saw the same documents, so the true error is usually smaller.
         """
@@ -83,7 +83,7 @@ def _digits(value: float) -> str:
 
 
 def task_changes(rows: Sequence[TaskScore]) -> list[TaskChange]:
-    """Changes of tasks before and after: metrics in the order in which they were first evaluated."""
+    """The changes of tasks' metrics, in the order in which they were first evaluated."""
     found: dict[tuple[str, str, str], dict[str, TaskScore]] = {}
     for row in rows:
         found.setdefault((row.task, row.metric, row.filter), {})[row.role] = row
@@ -92,7 +92,7 @@ def task_changes(rows: Sequence[TaskScore]) -> list[TaskChange]:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One prompt: what the model writes now, what it wrote before the first step, what stands in the data."""
+    """One prompt with the model's text now, its text before the first step, and the text in the data."""
 
     step: int
     domain: str
@@ -120,7 +120,7 @@ def _same_text(run: RunData) -> str:
 
 
 def samples(run: RunData) -> list[ShownSample]:
-    """Samples before and after: those of the newest step that has any, in the order in which they were written."""
+    """The samples of the newest step that has any, in the order in which they were written."""
     if not run.samples:
         return []
     newest = run.samples[-1]["step"]

@@ -41,14 +41,14 @@ def clean(value: Any) -> Any:
 
 
 def numbers(value: object) -> dict[str, float]:
-    """Clean numbers of a row: the entries of a mapping that are numbers; empty where it is no mapping."""
+    """The entries of a mapping that are numbers; empty if it is no mapping."""
     if not isinstance(value, Mapping):
         return {}
     return {name: item for name, item in value.items() if number(item) is not None}
 
 
 def number_tables(value: object) -> dict[str, dict[str, float]]:
-    """Clean tables of numbers of a row: the entries of a mapping that are mappings of numbers."""
+    """The entries of a mapping that are mappings of numbers."""
     if not isinstance(value, Mapping):
         return {}
     return {name: numbers(item) for name, item in value.items() if isinstance(item, Mapping)}
@@ -68,8 +68,8 @@ def step_row(row: Row) -> Row:
 
 
 def eval_row(row: Row) -> Row:
-    """A clean row of evaluation: by domain its loss (None where not finite), the number of tokens, at least 1, and the
-    bytes of text that they stand for (None where they are not text).
+    """Clean a row of evaluation: by domain its loss (None where not finite), the number of tokens, at least 1, and the
+    bytes of their text (None where they are not text).
 
     `eval` is of the same rows at each step, so that a curve of it means something; `eval_all` of all that was evaluated
     at this step; `eval_other` of text that is not trained on."""

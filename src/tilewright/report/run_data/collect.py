@@ -66,7 +66,7 @@ class RunData:
     trouble: Sequence[str] = ()
 
     def column(self, key: str) -> tuple[list[float], list[float]]:
-        """A column of the collected data of a run: steps and values of a metric, where it was recorded as a number."""
+        """Steps and values of a metric of a run, where it was recorded as a number."""
         rows = [(float(row["step"]), value) for row in self.steps if (value := number(row.get(key))) is not None]
         return [step for step, _ in rows], [value for _, value in rows]
 
@@ -80,13 +80,12 @@ class RunData:
         return number((self.plan or {}).get(key))
 
     def corrected(self, key: str) -> float | None:
-        """A corrected number of the collected data of a run: of the plan as it was corrected beside the first steps;
-        None where it was not."""
+        """A number of the run's plan as it was corrected after the first steps; None if it was not."""
         corrected = (self.plan or {}).get("corrected")
         return number(corrected.get(key)) if isinstance(corrected, Mapping) else None
 
     def setting(self, section: str, name: str) -> Any:
-        """A setting of the collected data of a run: value of the resolved recipe, None where it is not recorded."""
+        """The value of a setting in a run's resolved recipe; None where it is not recorded."""
         values = self.recipe.get(section)
         return values.get(name) if isinstance(values, Mapping) else None
 
@@ -143,7 +142,7 @@ def _read_energy(run_dir: Path, trouble: list[str]) -> EnergyRecord | None:
 
 
 def _usable(declared: TypeAdapter[Any], values: Any, name: str, trouble: list[str]) -> list[Row]:
-    """Usable rows that are collected of a table: those that are as declared; the others are counted."""
+    """Take the rows of a table that have their declared types, and count the others."""
     found, bad = recorded.usable(declared, values)
     if bad:
         trouble.append(f"{name}: {bad} {'row is' if bad == 1 else 'rows are'} not as train writes them and left out")

@@ -34,7 +34,7 @@ def energy_view(run: RunData) -> EnergyView | None:
 
 
 def energy_card(run: RunData) -> tuple[str, str]:
-    """A card of the energy table for the head of the page: energy of a run: value and detail."""
+    """Make the card with a run's energy for the head of the page: value and detail."""
     record = run.energy
     if record is None:
         return "not recorded", ""

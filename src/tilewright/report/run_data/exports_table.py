@@ -34,7 +34,7 @@ STATES = {"ran": "good", "lint only": "not_measured", "unavailable": "not_measur
 
 @dataclass(frozen=True)
 class Exports:
-    """Table of exports for the page: a line of conditions, cells under `COLUMNS`, remarks as (target, text)."""
+    """The table of exports on a page: a line of conditions, cells under `COLUMNS`, remarks as (target, text)."""
 
     conditions: str
     columns: tuple[str, ...]
@@ -127,7 +127,7 @@ def _cells(row: Row, fp32_bytes: float | None) -> tuple[str, ...]:
 
 
 def _worst(loss: object) -> str:
-    """The worst change in the table of exports: the largest relative one of a domain's loss."""
+    """The largest relative change of a domain's loss, for the table of exports."""
     changes = []
     for name, both in loss.items() if isinstance(loss, dict) else ():
         ours, theirs = (number(both.get(key)) if isinstance(both, dict) else None for key in ("fp32", "consumer"))
@@ -145,7 +145,8 @@ def _stored(stored: object) -> str:
 
 
 def _ids(ids: object, odd: object) -> str:
-    """Ids in the table of exports: documents and odd texts together; records of before have documents alone."""
+    """Compare token ids of documents and odd texts together for the table of exports; older records have documents
+    alone."""
     found = [
         (part.get("equal"), part.get(name))
         for part, name in ((ids, "documents"), (odd, "texts"))

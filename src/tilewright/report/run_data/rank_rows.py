@@ -10,7 +10,7 @@ COLUMNS = ("Rank", "Machine", "Step", "Waits", "Data", "Memory planned", "Memory
 
 
 def rank_rows(run: RunData) -> list[tuple[str, ...]]:
-    """Table of a run's ranks: one row per rank, its cells as text; none of a run of one process."""
+    """Rows of a run's ranks, cells as text; none for a run of one process."""
     ranks = (run.ranks or {}).get("ranks")
     return [_row(row) for row in ranks if isinstance(row, dict)] if isinstance(ranks, Sequence) else []
 

@@ -33,12 +33,12 @@ class ReplanRow:
 
 
 def decisions(run: RunData) -> list[ReplanRow]:
-    """Rows of the table of re-plans: all decisions of a run about its memory, in order."""
+    """List all decisions of a run about its memory, in order."""
     return [_decision(event) for event in run.kinds("replan")]
 
 
 def summary(found: Sequence[ReplanRow]) -> str:
-    """Summary of the table of re-plans: number of decisions about memory, and how many changed something, in words."""
+    """Count a run's decisions about memory, and those that changed something, in words."""
     changed = sum(bool(one.after) for one in found)
     return f"{len(found)} {'decision' if len(found) == 1 else 'decisions'}, {changed} with another memory plan"
 

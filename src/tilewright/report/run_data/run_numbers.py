@@ -31,8 +31,7 @@ class LossSpan:
 
 
 def loss_span(run: RunData) -> LossSpan | None:
-    """Numbers of a run: where the training loss began and ended; the end is a mean over the last twentieth of the
-    records."""
+    """Measure where the training loss began and ended; the end is a mean over the last twentieth of the records."""
     _, losses = run.column("loss")
     if not losses:
         return None
@@ -48,8 +47,8 @@ def not_finite(run: RunData, name: str) -> int:
 
 
 def held_out(row: Row, table: str = "eval") -> float | None:
-    """Held-out number of a run: loss in nats per token over all domains of an evaluation, weighted by tokens; None
-    where one is not finite. Tables are those of `clean_rows.eval_row`: `eval` makes curves, `eval_all` numbers."""
+    """The held-out loss of a run in nats per token over all domains of an evaluation, weighted by tokens; None if one
+    is not finite. Tables are those of `clean_rows.eval_row`: `eval` makes curves, `eval_all` numbers."""
     results = list(row[table].values())
     if not results or any(result["loss"] is None for result in results):
         return None
@@ -58,7 +57,7 @@ def held_out(row: Row, table: str = "eval") -> float | None:
 
 
 def held_out_losses(run: RunData, table: str = "eval") -> list[tuple[float, float]]:
-    """Held-out numbers of a run: steps and pooled losses of the evaluations whose loss was finite."""
+    """Steps and pooled held-out losses of the evaluations whose loss was finite."""
     return [(float(row["step"]), loss) for row in run.evals if (loss := held_out(row, table)) is not None]
 
 
@@ -76,8 +75,8 @@ def part_note(run: RunData) -> str:
 
 
 def domain_losses(run: RunData, table: str = "eval") -> dict[str, list[tuple[float, float]]]:
-    """Held-out numbers of a run by domain: steps and finite losses of each, in alphabetical order; `eval_other`: of
-    text that is not trained on."""
+    """Steps and finite held-out losses of each domain, in alphabetical order; `eval_other`: of text that is not trained
+    on."""
     domains = sorted({domain for row in run.evals for domain in row[table]})
     return {domain: _of_domain(run, table, domain) for domain in domains}
 
@@ -88,8 +87,8 @@ def _of_domain(run: RunData, table: str, domain: str) -> list[tuple[float, float
 
 
 def held_out_bits(run: RunData, table: str = "eval") -> list[tuple[float, float]]:
-    """Held-out numbers of a run: steps and bits per byte over all domains of the evaluations that have finite losses
-    and bytes of text."""
+    """Steps and held-out bits per byte over all domains, of the evaluations that have finite losses and bytes of
+    text."""
     found = []
     for row in run.evals:
         loss, results = held_out(row, table), row[table].values()
@@ -100,7 +99,7 @@ def held_out_bits(run: RunData, table: str = "eval") -> list[tuple[float, float]
 
 
 def domain_bits(run: RunData, table: str = "eval") -> dict[str, list[tuple[float, float]]]:
-    """Numbers of a run by domain: steps and bits per byte of each with bytes of text, in alphabetical order."""
+    """Steps and bits per byte of each domain with bytes of text, in alphabetical order."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in run.evals:
         for domain, result in sorted(row[table].items()):
@@ -111,8 +110,8 @@ def domain_bits(run: RunData, table: str = "eval") -> dict[str, list[tuple[float
 
 
 def compressor_lines(run: RunData) -> dict[str, float]:
-    """Numbers beside a run's: bits per byte that general compressors need for the held-out text, over the domains of
-    the last evaluation."""
+    """The bits per byte that general compressors need for a run's held-out text, over the domains of the last
+    evaluation."""
     if not run.evals:
         return {}
     domains = (run.data or {}).get("domains")
@@ -127,8 +126,8 @@ def _tables(value: object) -> list[tuple[str, Mapping]]:
 
 
 def settled_norms(run: RunData) -> tuple[list[float], str]:
-    """Numbers of a run's gradient: positive norms of the recorded steps after the warm-up (all of them where that
-    leaves fewer than `FEWEST_SETTLED`), and which steps these are, in words."""
+    """The positive gradient norms of a run's steps after the warm-up (of all steps if that leaves fewer than
+    `FEWEST_SETTLED`), and which steps these are, in words."""
     warmup = run.number_setting("optim", "warmup_steps") or 0
     pairs = [(step, norm) for step, norm in zip(*run.column("grad_norm"), strict=True) if norm > 0]
     late = [norm for step, norm in pairs if step > warmup]
@@ -150,14 +149,13 @@ def total_seconds(run: RunData) -> float | None:
 
 
 def state(run: RunData) -> str:
-    """State of a run beside its numbers: finished, stopped early, or not finished, read from the events."""
+    """Tell from the events if a run finished, stopped early, or did not finish."""
     last = last_process_event(run)
     return {"done": "finished", "stop": "stopped early"}.get(str(last.get("kind")), "not finished")
 
 
 def last_process_event(run: RunData) -> Row:
-    """The newest event beside a run's numbers about its process: a start, a resume, a stop, or the end. Empty without
-    one."""
+    """The newest event about a run's process: a start, a resume, a stop, or the end. Empty without one."""
     return next(reversed(run.kinds("done", "stop", "start", "resume")), {})
 
 
@@ -192,8 +190,8 @@ def training_peak(run: RunData) -> float | None:
 
 
 def planned_peak(run: RunData) -> tuple[str, Mapping[str, float]]:
-    """Planned numbers of a run: the phase of a training step with most planned bytes, and those by owner, with a
-    checkpoint being written beside it where that was done; empty where there is no plan."""
+    """The phase of a training step with most planned bytes, and its bytes by owner, with a checkpoint being written if
+    that was done; empty without a plan."""
     plan = run.plan or {}
     phases = plan.get("phases") or {}
     names = [plan.get("step_phase") or plan.get("peak_phase") or ""]
@@ -205,7 +203,7 @@ def planned_peak(run: RunData) -> tuple[str, Mapping[str, float]]:
 
 
 def quarters(values: Sequence[float]) -> list[Sequence[float]]:
-    """Quarters of a run's numbers: four stretches of as equal a length as can be, in order.
+    """Divide a run's numbers into four stretches of as equal a length as can be, in order.
 
     Example:
         >>> quarters([1, 2, 3, 4, 5, 6])

@@ -10,8 +10,7 @@ from statistics import NormalDist, fmean, pstdev
 
 
 def smooth(xs: Sequence[float], ys: Sequence[float], width: int, at_most: int = 400) -> tuple[list[float], list[float]]:
-    """Statistics: smooth a curve by local straight lines: each point is the value of a line through its `width`
-    neighbours.
+    """Smooth a curve by local straight lines: each point is the value of a line through its `width` neighbours.
 
     Neighbours weigh less the farther they are (triangle). Unlike a running mean it does not lag on a slope or
     bend at the ends. The result has at most `at_most` points, the last one among them.
@@ -55,22 +54,22 @@ class LogNormalFit:
     skew: float
 
     def density(self, log_x: float) -> float:
-        """Statistics: density of ln(x) under the log-normal fit."""
+        """The density of ln(x) under the log-normal fit."""
         return NormalDist(self.mu, self.sigma).pdf(log_x)
 
     @property
     def median(self) -> float:
-        """Statistics: median of the log-normal fit, exp(mu), in the unit of x."""
+        """The median of the log-normal fit, exp(mu), in the unit of x."""
         return math.exp(self.mu)
 
     @property
     def follows(self) -> bool:
-        """Statistics: true where the distance of values from the log-normal fit stays within the bound."""
+        """True if the distance of the values from the log-normal fit stays within the bound."""
         return self.distance <= self.bound
 
 
 def fit_log_normal(values: Sequence[float]) -> LogNormalFit | None:
-    """Statistics: fit a log-normal law to the positive finite values; None for fewer than 8 of them, or for all alike.
+    """Fit a log-normal law to the positive finite values; None for fewer than 8 of them, or if all are alike.
 
     Example:
         >>> fit = fit_log_normal([math.exp(z) for z in (-1.3, -.8, -.5, -.2, 0, .2, .5, .8, 1.3)])

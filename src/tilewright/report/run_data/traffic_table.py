@@ -58,7 +58,7 @@ def traffic_view(run: RunData) -> TrafficView | None:
 
 
 def _kinds(steps: list[Row]) -> list[str]:
-    """Kinds in the table of traffic: names `axis.operation.format`, those that send most first."""
+    """Names `axis.operation.format` of the kinds of traffic, those that send most first."""
     names = dict.fromkeys(
         name for row in steps for name in row if name.startswith("sent_bytes.") and name.count(".") == 3
     )

@@ -25,7 +25,7 @@ def format_number(value: float) -> str:
 
 
 def format_tick(value: float) -> str:
-    """A tick of an axis: a number as text of at most seven characters.
+    """Write a number of an axis as text of at most seven characters.
 
     Example:
         >>> [format_tick(x) for x in (0.5, 20_000, 1e8)]
@@ -83,8 +83,8 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, count: int = 5, binary: bool = False) -> list[float]:
-        """Ticks of an axis: about `count` round values inside the range: on a log axis 1, 2, 5 and so on times powers
-        of ten, or powers of two where `binary`; on a straight one multiples of a power of 1024 where `binary`."""
+        """Choose about `count` round values inside an axis' range: on a log axis 1, 2, 5 and so on times powers of ten,
+        or powers of two if `binary`; on a straight one multiples of a power of 1024 if `binary`."""
         if not self.log:
             return _ticks(self.low, self.high, count, binary)
         return _powers_of_two(self.low, self.high, count) if binary else _log_ticks(self.low, self.high, count)

@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment on the x axis: an automatic decision, a resume. `colour` as in Series."""
+    """A moment that a chart marks on the x axis: an automatic decision, a resume. `colour` as in Series."""
 
     x: float
     label: str
@@ -143,7 +143,7 @@ def histogram(
     size: tuple[int, int] = (520, 240),
     log_x: bool = True,
 ) -> str:
-    """A chart as histogram: of positive values in equal bins of their logarithm (or of themselves), and a density to
+    """Draw a histogram of positive values in equal bins of their logarithm (or of themselves), and a density to
     compare.
 
     `curve` is a density in the binned coordinate (the natural logarithm on a log axis) that integrates to 1.
@@ -240,7 +240,7 @@ def _mark(mark: Mark, at: float, height: float) -> str:
 
 
 def _path(points: Sequence[tuple[float, float] | None], step: bool) -> str:
-    """Path of a chart's line: the d attribute of one with gaps; `step` holds a value until the next one."""
+    """The d attribute of a chart's line with gaps; `step` holds a value until the next one."""
     out, pen_down, last_y = [], False, 0.0
     for point in points:
         if point is None:
@@ -263,8 +263,8 @@ def _span(series: Sequence[Series], marks: Sequence[Mark], fallback: Scale) -> t
 
 
 def _thin(series: Series, width: int) -> Series:
-    """Thin a chart's points: at most about one every two pixels: of each stretch the lowest and the highest value stay,
-    in order."""
+    """Thin a chart's points to about one every two pixels: of each stretch the lowest and the highest value stay, in
+    order."""
     limit = width // 2
     if len(series.xs) <= limit:
         return series
@@ -286,7 +286,8 @@ def _hover(
     fmt: Callable[[float], str],
     log: bool,
 ) -> str:
-    """Hover strips of a chart with the values at each x: a title for readers, a box that shows under the pointer."""
+    """Draw invisible strips over a chart with the values at each x: a title for readers, a box that shows under the
+    pointer."""
     width, height = size
     values: dict[float, list[tuple[Series, float]]] = {}
     for s in series:

@@ -28,8 +28,8 @@ _LEAST = 0.25
 
 @dataclass(frozen=True)
 class TimedBar:
-    """One bar: its colour (see `page.css`), when in seconds, what is written in it where there is room, and what shows
-    under the pointer."""
+    """One bar of a Gantt chart: its colour (see `page.css`), its seconds, the text inside where there is room, and the
+    text under the pointer."""
 
     colour: int
     begin_s: float
@@ -75,11 +75,11 @@ class _Lines:
         self.x = Scale(0.0, max(end_s, 1e-12), self._left, width - _RIGHT)
 
     def top(self, number: int) -> float:
-        """Top of a line of the Gantt chart: the y coordinate of its upper edge, in pixels."""
+        """The y coordinate of the upper edge of a line of the Gantt chart, in pixels."""
         return _TOP + number * self.high
 
     def svg(self, bars: Sequence[str], label: str) -> str:
-        """SVG of the Gantt chart: axis, names where lines are high enough, and what is drawn on them."""
+        """Draw the Gantt chart: axis, names where lines are high enough, and bars."""
         base, every = self.top(len(self._names)), max(1, math.ceil(_TEXT / self.high))
         parts = []
         for tick in self.x.ticks(8):
@@ -157,8 +157,8 @@ def dense_gantt(
 
 
 def _bars(spans: Sequence[Span], x: Scale, top: float, high: float) -> str:
-    """Bars of a Gantt chart: rectangles as one path. Bars that touch are kept apart by a gap where they are wide enough
-    for one."""
+    """Draw bars of a Gantt chart as one path. Bars that touch are kept apart by a gap if they are wide enough for
+    one."""
     found = []
     for begin, end in spans:
         wide = x(end) - x(begin)

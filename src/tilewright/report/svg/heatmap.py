@@ -15,7 +15,8 @@ _COLUMNS = 60
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a cell: its colour (see `page.css`), how strong from 0 to 1, and what it says under the pointer."""
+    """One bar in a cell of a heat map: its colour (see `page.css`), its strength from 0 to 1, and the text under the
+    pointer."""
 
     colour: int
     strength: float
@@ -25,7 +26,7 @@ class Bar:
 def heat_map(
     rows: Sequence[tuple[str, Sequence[Sequence[Bar]]]], xs: Sequence[float], *, label: str, width: int = 1080
 ) -> str:
-    """A heat map as SVG: rows of cells over steps.
+    """Draw a heat map: rows of cells over steps.
 
     Args:
         rows: a name and, for each of `xs`, the bars of its cell; none where nothing is known.

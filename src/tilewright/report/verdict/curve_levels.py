@@ -23,7 +23,7 @@ FEWEST_RECENT = 16
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a noisy curve: the median of a stretch, and where in the curve it ends."""
+    """The level of a noisy curve: the median of a stretch, and where in the curve it ends."""
 
     value: float
     count: int
@@ -35,7 +35,7 @@ class Level:
 
 
 def noise(values: Sequence[float]) -> float:
-    """Noise of levels: standard deviation of single values about their trend, from the differences of neighbours; 0 of
+    """Estimate the standard deviation of a curve's values about their trend from the differences of neighbours; 0 for
     fewer than 3.
 
     Example:
@@ -69,7 +69,8 @@ def difference_error(first: Level, second: Level, sigma: float) -> float:
 
 
 def outliers(values: Sequence[float], factor: float, jump: float = 0.0) -> Iterable[bool]:
-    """Outliers of levels: true for each value, but the first `FEWEST_RECENT`, that is far above the `RECENT` before it.
+    """Find outliers of a curve: true for each value, but the first `FEWEST_RECENT`, that is far above the `RECENT`
+    before it.
 
     Args:
         values: in order.

@@ -41,7 +41,7 @@ DIVERGENCE = VerdictRule(
 
 
 def divergence(run: RunData) -> Verdict:
-    """Rule of divergence: did the loss rise for good, or stop being a number?"""
+    """Judge divergence: did the loss rise for good, or stop being a number?"""
     fact = _stopped(run) or _not_finite(run) or _far_above(run)
     if fact:
         return DIVERGENCE.certain(f"The run diverged{fact}.")

@@ -68,7 +68,7 @@ TAIL = VerdictRule(
 
 
 def skips(run: RunData) -> Verdict:
-    """Rule on gradients: how many steps changed nothing?"""
+    """Judge skipped steps: how many changed nothing?"""
     recorded = [row for row in run.steps if "skipped" in row]
     counted = list(dropwhile(_seeks_scale, recorded)) or recorded
     if not counted:
@@ -84,7 +84,7 @@ def skips(run: RunData) -> Verdict:
 
 
 def clipping(run: RunData) -> Verdict:
-    """Rule on gradients: how many are shortened by clipping?"""
+    """Judge clipping: how many gradients are shortened?"""
     norms, which = settled_norms(run)
     bound = run.number_setting("optim", "clip_norm")
     if bound is None:
@@ -100,7 +100,7 @@ def clipping(run: RunData) -> Verdict:
 
 
 def growth(run: RunData) -> Verdict:
-    """Rule on gradients: do their norms grow?"""
+    """Judge the growth of gradients: do their norms grow?"""
     norms, _ = settled_norms(run)
     if len(norms) < MIN_RECORDS:
         return GROWTH.too_short(len(norms))
@@ -114,7 +114,7 @@ def growth(run: RunData) -> Verdict:
 
 
 def tail(run: RunData) -> Verdict:
-    """Rule on gradients: how many jump out of line?"""
+    """Judge the outliers of gradient norms: how many are far above those before?"""
     norms, _ = settled_norms(run)
     return judge_outliers(TAIL, norms, list(outliers(norms, SPIKE, JUMP)), "gradient norms")
 

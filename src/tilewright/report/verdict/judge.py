@@ -37,7 +37,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Judgement:
-    """Judgement of a run: verdicts of all rules, in the order of `RULES`."""
+    """The judgement of a run: verdicts of all rules, in the order of `RULES`."""
 
     verdicts: Sequence[Verdict]
 
@@ -56,8 +56,8 @@ class Judgement:
 
     @property
     def state(self) -> VerdictState:
-        """The judge's state: that of the gravest verdict. Good only where the first rule was measured, and no other is
-        worse."""
+        """The state of a judgement: that of the gravest verdict. It is good only if the first rule was measured, and no
+        other is worse."""
         if self.worst is not None:
             return self.worst.state
         return self.verdicts[0].state if self.verdicts else VerdictState.NOT_MEASURED
@@ -74,7 +74,7 @@ class Judgement:
         return f"{learned} {why}" if why and why != NOTHING else learned
 
     def tally(self) -> str:
-        """The judge's tally: how many rules found what, in words."""
+        """Count the judgement's verdicts by state, in words."""
         counts = [(len(self.in_state(state)), words) for state, words in _WORDS.items()]
         return ", ".join(f"{count} {words}" for count, words in counts if count)
 

@@ -81,7 +81,7 @@ SPIKES = VerdictRule(
 
 
 def plateau(run: RunData) -> Verdict:
-    """Rule on learning: for how long has the loss not fallen?"""
+    """Judge a plateau: for how long has the loss not fallen?"""
     steps, losses = run.column("loss")
     if len(losses) < MIN_RECORDS:
         return PLATEAU.too_short(len(losses))
@@ -112,7 +112,7 @@ def plateau(run: RunData) -> Verdict:
 
 
 def memorising(run: RunData) -> Verdict:
-    """Rule on learning: does the held-out loss rise while the training loss falls?"""
+    """Judge memorising: does the held-out loss rise while the training loss falls?"""
     points, num_losses = held_out_losses(run), len(run.column("loss")[1])
     if len(points) < FEWEST_EVALS:
         return MEMORISING.not_measured(_few_evals(len(points)))
@@ -135,7 +135,7 @@ def memorising(run: RunData) -> Verdict:
 
 
 def forgetting(run: RunData) -> Verdict:
-    """Rule on learning: does one domain become worse while the others do not?"""
+    """Judge forgetting: does one domain become worse while the others do not?"""
     evaluated = domain_losses(run)
     domains = {name: points for name, points in evaluated.items() if len(points) >= FEWEST_EVALS}
     others = len(evaluated) - len(domains)
@@ -163,7 +163,7 @@ def forgetting(run: RunData) -> Verdict:
 
 
 def spikes(run: RunData) -> Verdict:
-    """Rule on learning: how many losses jump out of line?"""
+    """Judge spikes of the loss: how many values are far above those before?"""
     _, losses = run.column("loss")
     return judge_outliers(SPIKES, losses, list(outliers(losses, SPIKE)), "losses")
 
@@ -183,8 +183,7 @@ def judge_outliers(rule: VerdictRule, values: list[float], found: list[bool], wh
 
 
 def _progress(before: Level, after: Level, sigma: float) -> bool:
-    """Progress of learning: true where the loss fell from one level to the other by more than nothing, and more than
-    noise."""
+    """True if the loss fell from one level to the other by more than noise."""
     least = max(FLAT * abs(after.value), FLAT_ERRORS * difference_error(before, after, sigma))
     return before.value - after.value > least
 

@@ -65,7 +65,7 @@ class VerdictRule:
         return Verdict(self, VerdictState.LOOK if harmless and state is VerdictState.BAD else state, text, value)
 
     def certain(self, text: str) -> "Verdict":
-        """The rule's verdict for certain: bad whatever the number: a fact that `besides` names."""
+        """Make a verdict that is bad whatever the number, for a fact that `besides` names."""
         return Verdict(self, VerdictState.BAD, text, None)
 
     def not_measured(self, why: str) -> "Verdict":
@@ -91,7 +91,8 @@ class VerdictRule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Statement of a rule on a run: a state, a sentence with the number, and the number (None where there is none)."""
+    """The verdict of a rule on a run: a state, a sentence with the number, and the number (None where there is
+    none)."""
 
     rule: VerdictRule
     state: VerdictState
@@ -100,8 +101,7 @@ class Verdict:
 
     @property
     def limit(self) -> str:
-        """The limit in a rule's verdict: the threshold that the number has reached, in words; empty where it has
-        reached none."""
+        """The threshold that a verdict's number has reached, in words; empty if it has reached none."""
         if self.value is None or self.state is VerdictState.GOOD:
             return ""
         if self.state is VerdictState.BAD:
@@ -115,5 +115,5 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The sentence of a rule's verdict: the text, with the threshold that was reached."""
+        """A verdict's sentence with the threshold that was reached."""
         return f"{self.text.rstrip('.')} ({self.limit})." if self.limit else self.text

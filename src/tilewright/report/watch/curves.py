@@ -64,14 +64,14 @@ class Columns:
                 del self.values[name][place]
 
     def curve(self, name: str, low: float = -inf, high: float = inf) -> tuple[np.ndarray, np.ndarray]:
-        """A watched curve: steps and values of a metric from step `low` to `high` with one neighbour at each side, as
-        copies, both (N,) float64; empty where it was never recorded."""
+        """Steps and values of a watched metric from step `low` to `high` with one neighbour at each side, as copies,
+        both (N,) float64; empty if it was never recorded."""
         part = self.part(name, low, high)
         empty = array("d")
         return np.array(self.steps.get(name, empty)[part]), np.array(self.values.get(name, empty)[part])
 
     def part(self, name: str, low: float, high: float) -> slice:
-        """Part of a watched curve: where these values are."""
+        """The part of a watched curve between two steps, as indices of its values."""
         steps = self.steps.get(name, array("d"))
         return slice(max(bisect_left(steps, low) - 1, 0), min(bisect_right(steps, high) + 1, len(steps)))
 
@@ -98,7 +98,7 @@ class Metrics:
             self.evaluation.add(step, _held_out(eval_row(row)))
 
     def names(self) -> list[str]:
-        """Names of watched curves: the metrics that are drawn, in the order in which they were first recorded."""
+        """Names of the metrics that are drawn, in the order in which they were first recorded."""
         return [name for name in (*self.training.values, *self.evaluation.values) if name not in _NO_CURVE]
 
     def steps_between(self, x: str, low: float | None, high: float | None) -> tuple[float, float]:
@@ -128,8 +128,8 @@ class Metrics:
         return self._columns(name).last(name)
 
     def curve(self, name: str, x: str, low: float = -inf, high: float = inf) -> tuple[np.ndarray, np.ndarray]:
-        """A watched curve: x and values of a metric from step `low` to `high` with one neighbour at each side, both
-        (N,) float64.
+        """The x and the values of a watched metric from step `low` to `high` with one neighbour at each side, both (N,)
+        float64.
 
         Args:
             name: of `names`.
@@ -147,16 +147,14 @@ class Metrics:
         return self.evaluation if name in self.evaluation.values else self.training
 
     def _axis(self, x: str) -> tuple[np.ndarray, np.ndarray]:
-        """The axis of watched curves: steps and values of x, which never fall: a clock that was set back stands
-        still."""
+        """The steps and the x values of watched curves, made never to fall: a clock that was set back stands still."""
         steps, values = self.training.curve(X_NAMES[x])
         good = np.isfinite(values)
         return steps[good], np.maximum.accumulate(values[good])
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """Scalars for watched curves: the numbers of a training row, NaN for one that is not finite; text and tables are
-    left out."""
+    """The numbers of a training row that are drawn, NaN for one that is not finite; text and tables are left out."""
     found = {}
     for name, value in row.items():
         usable = number(value)
@@ -177,7 +175,7 @@ def _held_out(row: Row) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class DrawnCurve:
-    """A curve in few points: of each stretch of values the mean, the lowest and the highest; NaN where none is finite.
+    """A curve in few points: the mean, the lowest and the highest value of each stretch; NaN where none is finite.
 
     `not_finite` counts the values that are not in it.
     """
@@ -196,7 +194,7 @@ class DrawnCurve:
 
 
 def stretch_for(count: int, points: int) -> int:
-    """Stretch of a watched curve: values per point, a power of two, so that `count` values become at most `points`.
+    """Choose the values per point, a power of two, so that `count` values become at most `points`.
 
     Example:
         >>> [stretch_for(count, 400) for count in (0, 400, 401, 10_000)]

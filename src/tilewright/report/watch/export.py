@@ -17,7 +17,7 @@ class ExportError(RuntimeError):
 
 
 def export_report(folder: Path) -> bytes:
-    """Export the report of a watched run: its page, as `report.page.render` makes it.
+    """Render the report of a watched run in a child process: its page, as `report.page.render` makes it.
 
     Raises:
         ExportError: the folder cannot be read, or the report takes too long.
@@ -36,8 +36,7 @@ def export_report(folder: Path) -> bytes:
 
 
 def main() -> None:
-    """Export from the child: write the page of the folder on the command line to standard output. Called in the child
-    process."""
+    """Write the page of the folder on the command line to standard output. Called in the child process."""
     from tilewright.report.page import render
     from tilewright.report.run_data.collect import collect
 

@@ -38,7 +38,7 @@ class RunSet:
             return next((run for run in self._runs.values() if run.key == key), None)
 
     def all(self) -> list[WatchedRun]:
-        """All of the set of runs: the named ones, then the others from the newest on; new folders are looked for every
+        """List the watched runs: the named ones, then the others from the newest on. New folders are looked for every
         few seconds."""
         with self._lock:
             if time.monotonic() - self._scanned_s >= _SCAN_S:
@@ -52,7 +52,7 @@ class RunSet:
         return run.folder not in self._known_at_start
 
     def name(self, run: WatchedRun) -> str:
-        """Name of a run in the set: the folder's, with its parent where runs of several folders are watched."""
+        """The name of a watched run: its folder's, with the parent's if runs of several folders are watched."""
         return run.folder.name if len(self.parents) == 1 else f"{run.folder.parent.name}/{run.folder.name}"
 
     def _add(self, folder: Path) -> WatchedRun:

@@ -32,8 +32,7 @@ from tilewright.report.watch.view import BadQuery, ViewQuery, view
 
 
 def compact_json(value: Any) -> str:
-    """Compact JSON of the watching server: text without blanks; floats with six figures (integers up to 2**53 with all
-    of theirs).
+    """Write compact JSON: text without blanks; floats with six figures (integers up to 2**53 with all of theirs).
 
     Raises:
         TypeError: JSON does not have such an object.
@@ -120,8 +119,8 @@ class WatchServer(ThreadingHTTPServer):
         )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Errors of the watching server: a page that was closed in the middle of an answer is no error; anything else
-        keeps its traceback."""
+        """Ignore a page that was closed in the middle of an answer; other errors of the watching server keep their
+        traceback."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -211,7 +210,7 @@ class WatchHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log of the watching server: requests are details."""
+        """Log requests to the watching server as details."""
         _log.debug(format, *args)
 
 

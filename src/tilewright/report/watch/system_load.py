@@ -34,7 +34,7 @@ class SystemLoad:
             tally.begin(time.monotonic())
 
     def sample(self, folder: Path) -> dict[str, Any]:
-        """Sample the system's load: shares in percent, sizes in bytes, bytes per second; None where it is not known.
+        """Measure the machine's load: shares in percent, sizes in bytes, bytes per second; None where it is not known.
 
         Args:
             folder: whose disk is meant.
@@ -65,8 +65,7 @@ class SystemLoad:
         }
 
     def _processors(self, seconds: float) -> dict[str, Any]:
-        """Processors' part of the system's load: watts that their counters have counted since the last sample, or why
-        they are not known."""
+        """The watts that the processors' counters have counted since the last sample, or why they are not known."""
         now = time.monotonic()
         joules = sum(tally.advance(now) for tally in self._energy)
         gone = "; ".join(dict.fromkeys(tally.gone for tally in self._energy if tally.gone))

@@ -38,7 +38,7 @@ class ViewQuery:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> "ViewQuery":
-        """Parse a query for the page's view: a request from the fields of an address.
+        """Read a query of the watching page from the fields of an address.
 
         Raises:
             BadQuery: a field is not what it must be.
@@ -93,8 +93,8 @@ def view(runs: RunSet, load: SystemLoad, query: ViewQuery) -> dict[str, Any]:
 
 
 def _stretches(runs: Sequence[WatchedRun], query: ViewQuery) -> dict[str, int]:
-    """Stretches in the view: values per point of each metric: the same in all runs, or a longer run would look smoother
-    than another."""
+    """Values per point of each metric, the same in all watched runs: a longer run would look smoother than another
+    otherwise."""
     counts: dict[str, int] = {}
     for run in runs:
         with run.lock:
@@ -105,7 +105,7 @@ def _stretches(runs: Sequence[WatchedRun], query: ViewQuery) -> dict[str, int]:
 
 
 def _run(run: WatchedRun, name: str, query: ViewQuery, stretches: Mapping[str, int]) -> dict[str, Any]:
-    """A run in the view: its state, and what is in its files unless the page has that version."""
+    """The state of a watched run and the content of its files, unless the page has that version."""
     with run.lock:
         names = run.metrics.names()
         version = f"{run.version}-{zlib.crc32(repr([stretches.get(metric) for metric in names]).encode()):x}"
@@ -134,8 +134,7 @@ def _run(run: WatchedRun, name: str, query: ViewQuery, stretches: Mapping[str, i
 
 
 def all_settings(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
-    """Settings in the view: every one with its value in each run, None where a run has none; `differs` where these are
-    not equal.
+    """Every setting with its value in each watched run, None where a run has none; `differs` where these are not equal.
 
     The run's own name differs always and says nothing: it is left out.
     """

@@ -43,7 +43,7 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _documents(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of data with whole documents: rows that are not text, and pairs of answers, cannot be concatenated."""
+    """Find whole documents asked of data that cannot be concatenated: rows that are not text, and pairs of answers."""
     if recipe.model.task == "image_classification":
         yield Conflict(
             ("data.rows", "model.task"),
@@ -63,7 +63,8 @@ def _documents(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _chat(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of chat data: conversations need an answer to predict, and are in none of the installed files."""
+    """Find settings of chat data that contradict each other: conversations need an answer to predict, and no installed
+    file has any."""
     data = recipe.data
     if recipe.model.task != "causal_lm":
         yield Conflict(
@@ -84,7 +85,7 @@ def _chat(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _preferences(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of preference data: a pair is two rows."""
+    """Find settings that do not go with preference pairs, each of which is two rows."""
     if recipe.data.format != "preferences":
         return
     train = recipe.train
@@ -100,7 +101,7 @@ def _preferences(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _mixing(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of mixed data: stages that are missing, out of order or of unknown domains, and bounds that no weights
+    """Find faults in mixing: stages that are missing, out of order or of unknown domains, and bounds that no weights
     can keep."""
     data, mixing = recipe.data, recipe.data.mixing
     if mixing.policy == "off":
@@ -146,8 +147,8 @@ _WITH_LOGIN = ("http", "https", "ftp", "sftp", "ssh", "smb", "webdav", "webhdfs"
 
 
 def _addresses(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of data's addresses: those that hold a password, which run.toml and the report would repeat, or no
-    folder's but a signed one's."""
+    """Find addresses of data that hold a password, which run.toml and the report would repeat, or that are signed, and
+    so no folder's."""
     data = recipe.data
     given = {
         "data.source": [data.source],

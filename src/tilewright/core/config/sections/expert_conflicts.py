@@ -19,8 +19,8 @@ REFUSED_WITH_EXPERTS: tuple[Refused, ...] = (
 
 
 def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of experts: settings of a recipe with `parallel.ep` above 1 that are not supported yet, and numbers
-    that do not divide."""
+    """Find settings of a recipe with `parallel.ep` above 1 that are not supported yet, and numbers that do not
+    divide."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.ep == 1:
         return
@@ -60,8 +60,8 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def uneven_experts(num_experts: int, ep: int, redundant: int = 0) -> Iterator[Conflict]:
-    """Conflicts of experts' number: one that cannot be spread over so many processes, or of which other processes have
-    too few for `redundant` copies on each; none where it can.
+    """Find a number of experts that cannot be spread over so many processes, or too few experts of other processes for
+    `redundant` copies on each.
 
     Example:
         >>> [conflict.got for number in (0, 6, 8) for conflict in uneven_experts(number, 4)]

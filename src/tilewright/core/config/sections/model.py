@@ -12,7 +12,7 @@ from tilewright.core.config.section import EVERY, Count, Section
 
 @runtime_checkable
 class Architecture(Protocol):
-    """An architecture of the caller's own in the place of a name: a `models.spec.ModelSpec`, which no file holds."""
+    """An architecture of the caller's own in place of a name: a `models.spec.ModelSpec`, which no file holds."""
 
     name: str
     build: Callable[..., Any]
@@ -148,7 +148,7 @@ class ModelSection(Section):
 
     @property
     def expert_width(self) -> int:
-        """Hidden width of an expert by the model section; 0: there are none."""
+        """The hidden width of an expert by the model section; 0: there are none."""
         return (self.expert_dim or self.hidden_width // self.num_experts_per_token) if self.num_experts else 0
 
     @property

@@ -39,8 +39,7 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
 
 
 def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """Conflicts of stages: settings of a recipe with `parallel.pp` above 1 that are not supported yet, and too few
-    layers."""
+    """Find settings of a recipe with `parallel.pp` above 1 that are not supported yet, and too few layers."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.pp == 1:
         return

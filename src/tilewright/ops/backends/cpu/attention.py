@@ -44,7 +44,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention on a CPU in C++: see `ops.attention`. It goes by blocks of its own: `block` changes nothing.
+    """Compute attention on a CPU in C++: see `ops.attention`. It uses blocks of its own: `block` changes nothing.
 
     Args:
         kernel: "amx" or "avx512".
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, window: int, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """Forward of attention on a CPU: result, and log-sum-exp of the scores in FP32 [B, H, S]."""
+    """Run attention forward on a CPU: result, and log-sum-exp of the scores in FP32 [B, H, S]."""
     q, k, v = (_rows(x) for x in (q, k, v))
     out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     function = _functions(kernel).tw_attention
@@ -144,7 +144,7 @@ class _MaskedAttention(torch.autograd.Function):
 def _masked_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward of masked attention on a CPU: result, log-sum-exp, and the first keys [1 or B, S]; -1 is the first of
+    """Run masked attention forward on a CPU: result, log-sum-exp, and the first keys [1 or B, S]; -1 is the first of
     them where the mask is another one."""
     first = _first_of(mask)
     if first is not None:
@@ -195,8 +195,7 @@ def _no_first(mask: Tensor) -> Tensor:
 
 
 def _first_of(mask: Tensor) -> Tensor | None:
-    """First key of a mask for attention on a CPU: that each query sees, if it sees all from there up to itself; else
-    None."""
+    """The first key that each query sees, if it sees all from there up to itself; else None."""
     if mask.shape[1] != 1:
         return None
     seen, place = mask[:, 0], torch.arange(mask.shape[2], dtype=torch.int32)

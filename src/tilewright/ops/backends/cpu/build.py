@@ -125,7 +125,7 @@ def _outcome(library: Library, compiler: str) -> ctypes.CDLL | str:
 
 
 def build(library: Library, compiler: str, folder: Path) -> Path:
-    """Build a CPU library: its file in `folder`, compiled where it is not there.
+    """Build a CPU library in `folder`, if it is not there, and return its file.
 
     Args:
         library: which.

@@ -26,7 +26,7 @@ def why_not(machine: Machine, case: Case) -> str | None:
 def cached_layer(
     x_ND: Tensor, weights: LayerWeights, eps: float, cos_NR: Tensor, sin_NR: Tensor, pasts: Sequence[RowPast]
 ) -> Tensor:
-    """A cached layer on a CPU in C++: a whole one for the next token of a few rows: see `ops.linear`.
+    """Run a whole layer for the next token of a few rows, on a CPU in C++: see `ops.linear`.
 
     Raises:
         TypeError: tensors of several dtypes, of others than FP32 and BF16, or not all on the CPU.

@@ -41,8 +41,8 @@ def quantize_both(x_MK: Tensor, spec: FloatSpec) -> tuple[TiledTensor, TiledTens
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """FP8 GEMM on a CPU in C++: multiply two quantised matrices: see `ops.gemm` and `ops.backends.native.dequant_gemm`,
-    which this is with a faster decoder."""
+    """Multiply two quantised FP8 matrices on a CPU in C++: see `ops.gemm`. It is `ops.backends.native.dequant_gemm`
+    with a faster decoder."""
     return _matmul(
         a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
         b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,

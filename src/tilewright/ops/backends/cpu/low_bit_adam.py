@@ -71,7 +71,7 @@ def adam(
 
 @functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
 def _floats(hyper: AdamHyper) -> list[float]:
-    """Floats for AdamW on a CPU: the numbers of the formulas, each FP32."""
+    """The numbers of AdamW's formulas, each rounded to FP32."""
     coefficients = hyper.coefficients()
     decay, rate1, beta2, *rest = coefficients.tolist()
     return [decay, rate1, beta2, float(1 - coefficients[2]), *rest]

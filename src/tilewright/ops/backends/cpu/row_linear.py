@@ -22,7 +22,7 @@ def why_not(machine: Machine, case: Case) -> str | None:
 
 
 def row_linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer for a few rows on a CPU in C++: see `ops.linear`.
+    """Run a linear layer for a few rows, on a CPU in C++: see `ops.linear`.
 
     Raises:
         TypeError: tensors of several dtypes, of others than FP32 and BF16, or not all on the CPU.

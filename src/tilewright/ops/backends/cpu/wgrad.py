@@ -38,7 +38,7 @@ def _runs_here() -> bool:
 
 @torch.library.custom_op("tilewright::weight_gradient", mutates_args=())
 def weight_gradient(dy_NM: Tensor, x_NK: Tensor) -> Tensor:
-    """Weight gradient (wgrad) in C++: dy^T x of BF16 operands, any strides, in FP32: [M, K]."""
+    """Compute a weight gradient in C++: dy^T x of BF16 operands, any strides, in FP32: [M, K]."""
     out_MK = dy_NM.new_empty((dy_NM.shape[1], x_NK.shape[1]), dtype=torch.float32)
     add_weight_gradient_(out_MK, dy_NM, x_NK, adds=False)
     return out_MK
@@ -78,7 +78,7 @@ def add_weight_gradient_(out_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, *, adds: b
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer with weight gradients (wgrad) in C++: see `ops.linear`."""
+    """Run a linear layer whose weight gradient (wgrad) is in C++: see `ops.linear`."""
     return _Linear.apply(x, weight_MK, None if bias_M is None else bias_M.to(x.dtype))
 
 

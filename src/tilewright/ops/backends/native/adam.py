@@ -25,8 +25,8 @@ def fused(
     weights: Sequence[Tensor] = (),
     skips: Sequence[int] = (),
 ) -> None:
-    """Adam fused by torch: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers`,
-    `firsts` and `skips` are not read.
+    """Update by torch's fused Adam: parameters, gradients and moments of one wide dtype. Nothing is rounded, so
+    `numbers`, `firsts` and `skips` are not read.
 
     The kernel goes through memory as it lies: tensors whose elements are in different orders, or apart, take copies.
     On CPUs it takes the elements after the last whole vector one by one, with other last bits, so these take copies
@@ -100,7 +100,8 @@ def _written(row: Row) -> tuple[int, ...]:
 
 
 def _alike(row: Row) -> Row:
-    """Tensors alike for torch's Adam: the same numbers, in memory without gaps and in one order."""
+    """Give the tensors of a row one order of memory without gaps for torch's Adam: as they are, or contiguous
+    copies."""
     if all(tensor.is_contiguous() for tensor in row):
         return row
     if len({tensor.stride() for tensor in row}) == 1 and _is_dense(row[0]):
@@ -114,12 +115,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _rest(tensor: Tensor) -> int:
-    """Rest of a tensor for torch's Adam: elements after the last whole vector."""
+    """The elements of a tensor after the last whole vector, for torch's Adam."""
     return tensor.numel() % _VECTOR
 
 
 def _beginning(row: Row) -> Row:
-    """Beginning of tensors for torch's Adam: whole vectors of those without gaps, as they lie in memory."""
+    """The whole vectors at the beginning of tensors without gaps, in the order of memory, for torch's Adam."""
     return tuple(_in_memory(tensor)[: tensor.numel() - _rest(tensor)] for tensor in row)
 
 
@@ -146,6 +147,6 @@ def _compiled_update() -> Update:
 
 
 def compiled(*lists: Any, **more: Any) -> None:
-    """Adam compiled by torch: the reference's update, fused into one loop over each tensor: the arguments of
+    """Compile the reference's Adam update with torch, into one loop over each tensor: it takes the arguments of
     `update_all` behind its first."""
     update_all(_compiled_update(), *lists, **more)

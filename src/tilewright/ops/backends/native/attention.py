@@ -40,8 +40,8 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention by torch's kernels: see `ops.attention`. Values narrower than keys (multi-head latent attention) are
-    padded: no kernel takes them."""
+    """Compute attention by torch's kernels: see `ops.attention`. Values narrower than keys (multi-head latent
+    attention) are padded: no kernel takes them."""
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     on_cpu, low = q_BHSD.device.type == "cpu", q_BHSD.dtype in (torch.bfloat16, torch.float16)
@@ -60,8 +60,8 @@ def attention(
 def attention_to_past(
     q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float | None = None, *, wide: bool = False, window: int = 0
 ) -> Tensor:
-    """Attention to the past by torch's kernels: of the last S of T positions, S < T, to the last `window` positions up
-    to themselves, 0: to all. Without documents.
+    """Compute attention of the last S of T positions, S < T, to the last `window` positions up to themselves (0: to
+    all), by torch's kernels. Without documents.
 
     `wide`: with FP32 operands, the result in q's dtype.
     """
@@ -129,8 +129,8 @@ def _blocked_forward(
 def rows_by_matmuls(
     q_BHRD: Tensor, k_BHED: Tensor, v_BHED: Tensor, allowed: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention by torch's matmuls: result and log-sum-exp of a block of query rows, its scores in memory: for devices
-    whose kernels give no log-sum-exp under a mask."""
+    """Compute attention of a block of query rows by torch's matmuls: result and log-sum-exp, scores in memory. It is
+    for devices whose kernels give no log-sum-exp under a mask."""
     high = torch.promote_types(q_BHRD.dtype, torch.float32)
     scores_BHRE = (torch.matmul(q_BHRD, k_BHED.mT).to(high) * scale).masked_fill(~allowed, float("-inf"))
     lse_BHR = scores_BHRE.logsumexp(-1)
@@ -190,8 +190,8 @@ class _Blocked(torch.autograd.Function):
 def _flash_backward(
     saved: tuple, dout_BHSD: Tensor, scale: float, block: int, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of attention by torch: gradients of queries, keys and values by its CPU kernel, a block of query rows at
-    a time."""
+    """Run attention backward by torch's CPU kernel: gradients of queries, keys and values, a block of query rows at a
+    time."""
     q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = saved
     num_keys, num_positions, low = k_BKSD.shape[1], q_BHSD.shape[2], q_BHSD.dtype
     group = q_BHSD.shape[1] // num_keys

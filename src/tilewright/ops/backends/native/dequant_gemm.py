@@ -26,7 +26,7 @@ _AMX_COLUMNS = 32
 
 
 def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """GEMM by dequantising: multiply two quantised matrices, decoded first: see `ops.gemm`."""
+    """Multiply two quantised matrices after decoding them: see `ops.gemm`."""
     return _matmul(
         a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
         b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
@@ -35,7 +35,7 @@ def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: to
 
 
 def decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """GEMM of dequantised operands: a @ b.T + bias, summed in FP32, both BF16 or both FP32, autocast off."""
+    """Multiply decoded operands: a @ b.T + bias, summed in FP32, both BF16 or both FP32, autocast off."""
     with torch.autocast(a_MK.device.type, enabled=False):
         return _decoded_matmul(a_MK, b_NK, bias_N, out_dtype)
 

@@ -53,7 +53,7 @@ def onednn_prepack(qdata_NK: Tensor) -> Tensor:
 
 
 def onednn(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None) -> Tensor:
-    """INT8 matmul by oneDNN: see `ops.int8_linear`."""
+    """Multiply INT8 operands by oneDNN: see `ops.int8_linear`."""
     run = _onednn_op if torch.compiler.is_compiling() else _onednn
     return run(codes_MK, qdata_NK, packed, made_from)
 

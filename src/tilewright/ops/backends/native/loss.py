@@ -52,8 +52,8 @@ class ChunkStep:
     """Whose logits these are, where they are some of all."""
 
     def __call__(self, logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-        """A step on a loss's chunk: log probability of each target [C] in FP32, 0 where there is none; the gradient of
-        minus their sum is written over the logits.
+        """Compute the loss of a chunk: log probability of each target [C] in FP32, 0 where there is none. The gradient
+        of minus their sum is written over the logits.
 
         Args:
             logits_CV: [C, V] contiguous, any float dtype.
@@ -197,8 +197,8 @@ class _Head:
 
 
 def _weight_gradient_adder(device_type: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """Adder of a loss's weight gradients: a function that adds that of a chunk to the weight's: (dweight [V, D] FP32,
-    dlogits [C, V], x [C, D]).
+    """A function that adds the weight gradient of a loss's chunk to the whole: (dweight [V, D] FP32, dlogits [C, V], x
+    [C, D]).
 
     On a GPU the GEMM itself adds in FP32: no chunk is rounded to 16 bits, and no product is written beside the sum.
     """
@@ -214,7 +214,7 @@ def _weight_gradient_adder(device_type: str, dtype: torch.dtype) -> Callable[[Te
 
 
 def _head(low_weight_VD: Tensor) -> "_Head | wide.WideHead":
-    """A loss's head: products for a weight in the operands' dtype."""
+    """The matmuls of a loss's head, for a weight in the operands' dtype."""
     widens = wide.widens(low_weight_VD.device.type, low_weight_VD.dtype)
     return wide.WideHead(low_weight_VD) if widens else _Head(low_weight_VD)
 
@@ -226,8 +226,8 @@ def _add_(sum_VD: Tensor, part_VD: Tensor) -> None:
 
 
 def _in_pieces(x_VD: Tensor) -> tuple[Tensor, ...]:
-    """Pieces of rows in a loss: views of some rows each on a CPU; on other devices, whose operations make no such
-    copies, all rows at once."""
+    """Views of some rows each on a CPU, for a loss; on other devices, whose operations make no such copies, all rows at
+    once."""
     rows = max(PIECE // x_VD.shape[1], 1) if x_VD.device.type == "cpu" else x_VD.shape[0]
     return x_VD.split(rows)
 

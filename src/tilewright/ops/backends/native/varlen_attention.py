@@ -36,8 +36,8 @@ def by_flash(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Varlen attention by FlashAttention: see `ops.attention`. Grouped heads as they are. It goes by blocks of its own:
-    `block` changes nothing."""
+    """Compute varlen attention by FlashAttention: see `ops.attention`. Grouped heads are taken as they are. It uses
+    blocks of its own: `block` changes nothing."""
     return _attention(q_BHSD, k_BKSD, v_BKSD, segments, scale, window, flash=True)
 
 
@@ -50,8 +50,8 @@ def by_efficient(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Varlen attention by the memory-efficient kernel: see `ops.attention`. Keys and values are repeated for grouped
-    heads. `block` changes nothing."""
+    """Compute varlen attention by the memory-efficient kernel: see `ops.attention`. Keys and values are repeated for
+    grouped heads. `block` changes nothing."""
     NO_WINDOW.check(WINDOW if window else "")
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
     if group > 1:
@@ -99,7 +99,7 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, flash: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Forward of varlen attention: result [T, H, D], and log-sum-exp in FP32: [H, T] of flash, [N, H, longest] of the
+    """Run varlen attention forward: result [T, H, D], and log-sum-exp in FP32: [H, T] of flash, [N, H, longest] of the
     memory-efficient kernel."""
     if flash:
         lengths = (starts, starts, longest, longest)
@@ -154,6 +154,6 @@ def _sides(window: int) -> dict[str, int]:
 
 
 def _lengths_within(starts: Tensor, longest: int, q_THD: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Lengths for varlen attention within a bound: the memory-efficient kernel refuses one beyond all tokens."""
+    """Bound the longest document by the number of tokens: the memory-efficient kernel refuses a greater length."""
     longest = min(longest, q_THD.shape[0])
     return starts, starts, longest, longest

@@ -23,7 +23,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def why_not_varlen(machine: Machine, case: Case) -> str | None:
-    """Availability of varlen attention by flash: its `why_not`."""
+    """Explain why FlashAttention's varlen kernel cannot run here: the `why_not` of its candidate."""
     if reason := _why_no_flash(machine, case):
         return reason
     if case.kind not in ("packed", WINDOW):

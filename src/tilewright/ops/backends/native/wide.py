@@ -81,7 +81,7 @@ class WideHead:
                 dweight_VD[rows].addmm_(dlogits_CV[:, rows].float().T, wide_CD)
 
     def _no_autocast(self) -> torch.autocast:
-        """No autocast for wide operands: a caller's would round them again."""
+        """Turn autocast off around wide operands: the caller's would round them again."""
         return torch.autocast(self.weight_VD.device.type, enabled=False)
 
     def _pieces(self, x_CD: Tensor) -> Iterator[slice]:

@@ -20,7 +20,7 @@ from tilewright.ops.base.deferred_linear import LinearGemms
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer that multiplies wide (FP32): see `ops.linear`. The weight's gradient stays in FP32 where the
+    """Run a linear layer that multiplies in FP32 (wide): see `ops.linear`. The weight's gradient stays in FP32 if the
     weight is: it is summed in FP32 here, and rounding would cost time."""
     return _WideLinear.apply(x, weight_MK, bias_M)
 
@@ -117,7 +117,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention that multiplies wide (FP32): see `ops.attention`."""
+    """Compute attention that multiplies in FP32 (wide): see `ops.attention`."""
     scale = score_scale(q_BHSD, scale)
     v = padded_values(q_BHSD, v_BKSD)
     out = _WideAttention.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block, window)
@@ -141,7 +141,7 @@ class _WideAttention(torch.autograd.Function):
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, scale: float, block: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Forward of attention that multiplies wide: result [B, H, S, D], and log-sum-exp of the scores in FP32 [B, H,
+    """Run attention that multiplies in FP32 forward: result [B, H, S, D], and log-sum-exp of the scores in FP32 [B, H,
     S]."""
     out, lse = _heads_inside(q), q.new_empty(q.shape[:3], dtype=_high(q))
     queries, keys, values = q.to(_high(q)), _widened(k, q), _widened(v, q)
@@ -186,7 +186,7 @@ def _(q, k, v, out, lse, segments, dout, scale, block, window):
 
 
 def _length(q_BHSD: Tensor) -> int:
-    """Length of operands that are multiplied wide: positions; 0 where nothing is to be computed."""
+    """The positions of wide operands; 0 where nothing is to be computed."""
     return q_BHSD.shape[2] if q_BHSD.numel() else 0
 
 

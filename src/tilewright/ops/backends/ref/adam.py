@@ -31,12 +31,12 @@ class AdamHyper:
         return torch.tensor([decay, 1 - self.beta1, self.beta2, self.lr / correction1, correction2, self.eps])
 
     def streams(self, number: int, first: int = 0) -> Tensor:
-        """Random streams of Adam: three int32 numbers for the tensor of this number: for the parameter and its two
-        moments."""
+        """The numbers of Adam's random streams for the tensor of this number: three int32, for the parameter and its
+        two moments."""
         return torch.tensor([self.stream(number, target, first) for target in range(3)], dtype=torch.int32)
 
     def stream(self, number: int, target: int = 0, first: int = 0) -> int:
-        """A random stream's number for Adam: int32, as Python's integer.
+        """The number of one random stream of Adam: int32, as Python's integer.
 
         `hash_of` multiplies the element and adds the stream, so the `first` elements that come before a shard are part
         of its stream: its elements, counted from 0, get the bits that they have in the whole tensor.
@@ -52,7 +52,7 @@ Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None
 
 
 def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
-    """Hash for Adam's rounding: 32 random bits per element, a pure function of (element, stream)."""
+    """Draw 32 random bits per element for Adam's rounding, a pure function of (element, stream)."""
     return hash_of(torch.arange(count, dtype=torch.int32, device=device), stream)
 
 
@@ -71,7 +71,7 @@ def elements(count: int, length: int, skip: int, device: torch.device) -> Tensor
 
 
 def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
-    """Hash for Adam's rounding: random bits of elements by their numbers (int32): a 32-bit integer finaliser."""
+    """Hash the numbers of elements (int32) to random bits for Adam's rounding, by a 32-bit integer finaliser."""
     x = element * _ELEMENT + stream
     x = (x ^ ((x >> 16) & 0xFFFF)) * 569420461
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 1935289751
@@ -79,13 +79,13 @@ def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
 
 
 def hash_bits(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
-    """Hash for Adam's rounding: the lower 16 of its bits."""
+    """Draw 16 random bits per element for Adam's rounding: the lower half of `hash32`."""
     return hash32(count, stream, device) & 0xFFFF
 
 
 def stochastic_round_bf16(x: Tensor, stream: Tensor | int, element: Tensor | None = None) -> Tensor:
-    """Stochastic rounding for Adam: x (FP32, flat) to BF16, up or down with probability by distance; non-finite values
-    stay. `element`: numbers of its elements, from 0 on where None.
+    """Round x (FP32, flat) to BF16 stochastically, up or down with probability by distance; non-finite values stay.
+    `element`: numbers of its elements, from 0 on where None.
 
     Example:
         >>> x = torch.full((100_000,), 1.0 + 2**-9)
@@ -112,8 +112,8 @@ def update(
     weight: Tensor | None = None,
     element: Tensor | None = None,
 ) -> None:
-    """Adam by the reference: one update, in place, of flat tensors of one length. Nothing changes before all memory is
-    there. `element`: see `stochastic_round_bf16`."""
+    """Update flat tensors of one length by Adam in place: the reference. Nothing changes before all memory is there.
+    `element`: see `stochastic_round_bf16`."""
     decay, rate1, beta2, size, root_correction2, eps = coefficients.unbind()
     high = torch.promote_types(param.dtype, torch.float32)
     g = grad.to(high)

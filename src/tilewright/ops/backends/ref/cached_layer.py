@@ -56,7 +56,7 @@ class RowPast(NamedTuple):
 def cached_layer(
     x_ND: Tensor, weights: LayerWeights, eps: float, cos_NR: Tensor, sin_NR: Tensor, pasts: Sequence[RowPast]
 ) -> Tensor:
-    """A cached layer by the reference: a whole one for the next token of a few rows: see `ops.linear`."""
+    """Run a whole layer for the next token of a few rows: the reference, see `ops.linear`."""
     if weights.attention is not None:
         x_ND = (x_ND + _attended(x_ND, weights.attention, eps, cos_NR, sin_NR, pasts)).to(x_ND.dtype)
     if weights.mlp is not None:

@@ -15,8 +15,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def follow_writes(master: Tensor, weight: Tensor) -> None:
-    """Follow writes by the reference: give FP32 masters the values that others wrote to their 16-bit weights: see
-    `ops.adam`."""
+    """Give FP32 masters the values that others wrote to their 16-bit weights: the reference, see `ops.adam`."""
     if master.dtype == weight.dtype or not weight.numel():
         return
     if weight.device.type != "cpu":
@@ -45,7 +44,7 @@ class Follower:
         self._rounded, self._as_stored, self._wide = (torch.empty(longest, dtype=dtype) for dtype in dtypes)
 
     def __call__(self, master_N: Tensor, weight_N: Tensor) -> None:
-        """Follow writes to a weight: see `ops.adam`."""
+        """Let a master follow writes to its weight: see `ops.adam`."""
         rounded_N = self._rounded[: len(master_N)].copy_(master_N)
         if not _differ(rounded_N, weight_N):
             return
@@ -56,7 +55,7 @@ class Follower:
 
 
 def followed(master: Tensor, weight: Tensor) -> Tensor:
-    """Follow writes: the new master; nothing is written."""
+    """The master after it has followed writes; nothing is written."""
     bits = _BITS[weight.itemsize]
     as_stored = master.to(weight.dtype).view(bits) == weight.view(bits)
     return torch.where(as_stored, master, weight.to(master.dtype))

@@ -19,14 +19,14 @@ WithCopies = tuple[Tensor, TiledTensor, TiledTensor]
 
 
 def quantize(x_MK: Tensor, form: OperandFormat, noise: Tensor | None = None) -> TiledTensor:
-    """FP8 by the reference: quantise a matrix: see `ops.quantize`."""
+    """Quantise a matrix to FP8: the reference, see `ops.quantize`."""
     if torch.compiler.is_compiling() and not form.is_fp8:
         return _quantized(x_MK, form, noise)
     return formats.quantize(x_MK, form, noise)
 
 
 def quantize_both(x_MK: Tensor, form: OperandFormat) -> Both:
-    """FP8 by the reference: quantise a matrix by rows and by columns: see `ops.quantize`."""
+    """Quantise a matrix to FP8 by rows and by columns: the reference, see `ops.quantize`."""
     return quantize(x_MK, form), quantize(x_MK.T, form)
 
 
@@ -64,8 +64,8 @@ def _(x, noise, name, sizes, flags, dtype, scale_dtype, rule):
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """FP8 GEMM by the reference: multiply two quantised matrices: see `ops.gemm`. FP32 operands: on a GPU, their matmul
-    must not be allowed to use TF32."""
+    """Multiply two quantised FP8 matrices: the reference, see `ops.gemm`. FP32 operands: on a GPU, their matmul must
+    not be allowed to use TF32."""
     out_MN = a.dequantize() @ b.dequantize().T
     if bias_N is not None:
         out_MN = out_MN + bias_N.to(out_dtype).to(torch.float32)
@@ -73,12 +73,12 @@ def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: 
 
 
 def rms_norm_quantize(x: Tensor, weight_D: Tensor, eps: float, form: OperandFormat) -> WithCopies:
-    """FP8 by the reference: RMS norm, with its result quantised: see `ops.quantize`."""
+    """Normalise by RMS and quantise the result to FP8: the reference, see `ops.quantize`."""
     y = math.rms_norm(x, weight_D, eps)
     return y, *quantize_both(y.reshape(-1, y.shape[-1]), form)
 
 
 def swiglu_quantize(gate: Tensor, up: Tensor, form: OperandFormat) -> WithCopies:
-    """FP8 by the reference: SwiGLU, with its result quantised: see `ops.quantize`."""
+    """Compute SwiGLU and quantise the result to FP8: the reference, see `ops.quantize`."""
     y = math.swiglu(gate, up)
     return y, *quantize_both(y.reshape(-1, y.shape[-1]), form)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def int8_matmul(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None = None) -> Tensor:
-    """INT8 matmul by the reference: see `ops.int8_linear`."""
+    """Multiply INT8 operands: the reference, see `ops.int8_linear`."""
     return (codes_MK.double() @ qdata_NK.double().T).to(torch.float32)
 
 
 def prepack(qdata_NK: Tensor) -> Tensor:
-    """INT8 by the reference: nothing to prepare: no elements."""
+    """Return no elements: the INT8 reference needs no prepacked weight."""
     return qdata_NK.new_empty(0)

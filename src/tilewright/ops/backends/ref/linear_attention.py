@@ -16,7 +16,7 @@ EPS = 1e-6
 
 
 def unit(x: Tensor) -> Tensor:
-    """Unit vectors of linear attention by the reference: x through SiLU, of length 1."""
+    """Pass x through SiLU and scale it to length 1, for linear attention: the reference."""
     x = F.silu(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 

@@ -49,8 +49,8 @@ class LowBitTensors:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of tensors for low-bit AdamW: their number, and elements of each. Whole blocks follow each other as in
-        one row."""
+        """The number of rows for low-bit AdamW, and the elements of each. Whole blocks follow each other as in one
+        row."""
         num_rows, numel = len(self.exp_avg_scale), self.target.numel()
         length = numel // max(1, num_rows)
         return (1, numel) if length % quadratic_map.BLOCK == 0 and not self.skip else (num_rows, length)
@@ -62,8 +62,8 @@ class LowBitTensors:
 
 @functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
 def factors(hyper: AdamHyper) -> tuple[float, ...]:
-    """Factors of low-bit AdamW: the numbers of the formulas, each FP32: decay, 1 - beta1, beta2, 1 - beta2, step size,
-    one over the root of the second bias correction, eps."""
+    """The numbers of low-bit AdamW's formulas, each FP32: decay, 1 - beta1, beta2, 1 - beta2, step size, one over the
+    root of the second bias correction, eps."""
     decay, rate1, beta2, size, root_correction2, eps = hyper.coefficients().tolist()
     return tuple(torch.tensor([decay, rate1, beta2, 1 - hyper.beta2, size, 1 / root_correction2, eps]).tolist())
 
@@ -103,7 +103,7 @@ def _value(tensors: LowBitTensors) -> Tensor:
 
 
 def _targets(tensors: LowBitTensors, p_N: Tensor, bits_N: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Targets of low-bit AdamW: the values to be written into the parameter, and where."""
+    """The values that low-bit AdamW writes into the parameter, and the tensor that takes them."""
     target_N = tensors.target.view(-1)
     if tensors.low is not None:
         weight, low = split24(p_N, bits_N & 0xFF)

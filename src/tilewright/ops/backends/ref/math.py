@@ -22,7 +22,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """A linear layer by the reference's math: see `ops.linear.LINEAR`."""
+    """Run a linear layer: the reference, see `ops.linear.LINEAR`."""
     high = wide(x.dtype)
     weight_MK = weight_MK.to(x.dtype)
     out = x.to(high) @ weight_MK.to(high).T
@@ -32,7 +32,7 @@ def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMS norm by the reference's math: see `ops.norm.RMS_NORM`."""
+    """Normalise by RMS: the reference, see `ops.norm.RMS_NORM`."""
     x_high = x.to(wide(x.dtype))
     inv = torch.rsqrt(x_high.square().mean(-1, keepdim=True) + eps)
     return (x_high * inv * weight_D.to(x_high.dtype)).to(x.dtype)
@@ -51,7 +51,7 @@ def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.
 
 
 def score_scale(q_BHSD: Tensor, scale: float | None) -> float:
-    """The reference's factor of attention's scores: as given, or one over the square root of the width."""
+    """The factor of attention's scores: as given, or one over the square root of the width."""
     return q_BHSD.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -64,7 +64,7 @@ def attention(
     block: int = 0,
     window: int = 0,
 ) -> Tensor:
-    """Attention by the reference's math: see `ops.attention.ATTENTION`."""
+    """Compute attention: the reference, see `ops.attention.ATTENTION`."""
     high = wide(q_BHSD.dtype)
     group = q_BHSD.shape[1] // k_BHSD.shape[1]
     k = k_BHSD.repeat_interleave(group, dim=1).to(high)
@@ -78,8 +78,8 @@ def attention(
 def linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0, queue: object = None
 ) -> TokenLosses:
-    """The loss of the output matrix by the reference's math: see `ops.loss.LINEAR_CROSS_ENTROPY`. Neither chunks nor
-    gradients that wait: autograd's."""
+    """Compute the loss of the output matrix: the reference, see `ops.loss.LINEAR_CROSS_ENTROPY`. It has neither chunks
+    nor gradients that wait: autograd computes them."""
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     high = wide(x_ND.dtype)
     logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T
@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SwiGLU by the reference's math: silu(gate) * up, in FP32 inside."""
+    """Compute SwiGLU: silu(gate) * up, in FP32 inside: the reference."""
     high = wide(gate.dtype)
     return (F.silu(gate.to(high)) * up.to(high)).to(gate.dtype)
 
@@ -106,7 +106,7 @@ def rope(x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
 
 
 def newton_schulz(x_RC: Tensor, num_steps: int = 5) -> Tensor:
-    """Newton-Schulz iterations by the reference's math: see `ops.newton_schulz.NEWTON_SCHULZ`."""
+    """Run Newton-Schulz iterations: the reference, see `ops.newton_schulz.NEWTON_SCHULZ`."""
     x = x_RC.to(torch.bfloat16).to(wide(x_RC.dtype))
     x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=MUON_EPS)
     a, b, c = MUON_COEFFICIENTS

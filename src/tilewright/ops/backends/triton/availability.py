@@ -9,7 +9,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def needs_triton(machine: Machine, case: Case) -> str | None:
-    """Availability of Triton: the `why_not` of its candidates."""
+    """Explain why Triton cannot run here: the `why_not` of its candidates."""
     if case.device_type != "cuda":
         return "Triton kernels run on CUDA devices"
     if case.dtype not in _DTYPES:

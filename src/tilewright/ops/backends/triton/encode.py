@@ -21,7 +21,7 @@ NAN_CODE = tl.constexpr(0x7F)
 
 @triton.jit
 def to_fp32(x):
-    """Encode in Triton: FP32 values of what `launch.raw` gave: int16 is BF16 in the interpreter."""
+    """Convert the values of `launch.raw` to FP32 in Triton: int16 is BF16 in the interpreter."""
     if x.dtype == tl.int16:
         return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -30,8 +30,8 @@ def to_fp32(x):
 
 @triton.jit
 def round_like(y, dtype: tl.constexpr):
-    """Encode in Triton: FP32 values rounded to nearest even in a dtype of `launch.raw`: (the values in FP32, the same
-    in that dtype)."""
+    """Round FP32 values to nearest even in a dtype of `launch.raw`, in Triton: (the values in FP32, the same in that
+    dtype)."""
     if dtype == tl.int16:
         bits = y.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -65,8 +65,8 @@ def scales_of(amax_bits, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.c
 
 @triton.jit
 def tile_max(magnitude, AXES: tl.constexpr):
-    """Encode in Triton: largest of each tile of a block of magnitude bits. AXES: 1 tiles are rows, 0 columns, 2 the
-    whole block."""
+    """The largest magnitude of each tile of a block of magnitude bits, in Triton. AXES: 1 tiles are rows, 0 columns, 2
+    the whole block."""
     if AXES == 2:
         return tl.max(tl.max(magnitude, axis=1, keep_dims=True), axis=0, keep_dims=True)
     else:
@@ -77,7 +77,7 @@ def tile_max(magnitude, AXES: tl.constexpr):
 def encode_bits(
     x, scale, noise, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, NOISY: tl.constexpr
 ):
-    """Encode in Triton: uint8 codes of x * scale by integer arithmetic. `noise`: int32 of x's shape, read where
+    """Encode x * scale as uint8 codes by integer arithmetic, in Triton. `noise`: int32 of x's shape, read where
     NOISY."""
     dropped: tl.constexpr = 23 - MANTISSA
     tiny: tl.constexpr = 128 - BIAS  # the format's smallest normal exponent, as FP32 stores it
@@ -104,7 +104,8 @@ def encode_bits(
 
 @triton.jit
 def to_qdata(scaled, MANTISSA: tl.constexpr):
-    """Encode in Triton: uint8 codes by the conversion instruction: to nearest even, saturating, NaN to 0x7F."""
+    """Encode values as uint8 codes by the GPU's conversion instruction, in Triton: to nearest even, saturating, NaN to
+    0x7F."""
     if MANTISSA == 3:
         return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -139,7 +140,7 @@ def encode_tile(
 def mark_not_finite(
     x_ptr, codes_ptr, first_row, first_col, num_rows, num_cols, code_stride_row, code_stride_col, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Encode in Triton: write NaN codes over those of infinities and NaN in a block of BLOCK_M x 128.
+    """Write NaN codes over those of infinities and NaN in a block of BLOCK_M x 128, in Triton.
 
     Reads x [num_rows, num_cols] again, a few rows at a time: blocks seldom need this, and code that holds many values
     would take registers from all. Code of element (m, k) is at codes_ptr + m * code_stride_row + k * code_stride_col.

@@ -14,8 +14,8 @@ _BLOCK = 4096
 
 
 def follow_writes(master: Tensor, weight: Tensor) -> None:
-    """Follow writes in Triton: give FP32 masters the values that others wrote to their 16-bit weights: see `ops.adam`.
-    Tensors with gaps, or in other orders of memory, go by torch."""
+    """Give FP32 masters the values that others wrote to their 16-bit weights, in Triton: see `ops.adam`. Tensors with
+    gaps, or in other orders of memory, are followed by torch."""
     count = weight.numel()
     if not count or master.dtype == weight.dtype:
         return
@@ -29,7 +29,7 @@ def follow_writes(master: Tensor, weight: Tensor) -> None:
 
 @triton.jit
 def to_nearest(x, BF16: tl.constexpr):
-    """Follow writes in Triton: patterns (int16) of FP32 numbers rounded to nearest; of NaN in BF16 any."""
+    """Round FP32 numbers to nearest in Triton: patterns (int16); of NaN in BF16 any."""
     if BF16:  # as integers: the interpreter's own conversion is not exact
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -40,7 +40,7 @@ def to_nearest(x, BF16: tl.constexpr):
 
 @triton.jit
 def followed(master, stored, BF16: tl.constexpr):
-    """Follow writes in Triton: the new master where its weight has these patterns."""
+    """The master after it has followed writes: new where its weight has other patterns than before, in Triton."""
     if BF16:
         value = (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:

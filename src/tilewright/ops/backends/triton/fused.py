@@ -26,15 +26,15 @@ Copies = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def rms_norm_quantize(
     x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, power_of_two: bool = True
 ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-    """Fused in Triton: RMS norm, with its result quantised: see `ops.quantize`."""
+    """Normalise by RMS and quantise the result in one Triton kernel: see `ops.quantize`."""
     return _tiled(norm_quantize(x.reshape(-1, x.shape[-1]), weight_D, eps, spec.name, power_of_two), x, spec)
 
 
 def swiglu_quantize(
     gate: Tensor, up: Tensor, spec: FloatSpec, power_of_two: bool = True
 ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-    """Fused in Triton: SwiGLU, with its result quantised: see `ops.quantize`. gate, up [..., D] FP32, BF16 or FP16, of
-    one dtype."""
+    """Compute SwiGLU and quantise the result in one Triton kernel: see `ops.quantize`. gate, up [..., D] FP32, BF16 or
+    FP16, of one dtype."""
     width = gate.shape[-1]
     copies = activation_quantize(gate.reshape(-1, width), up.reshape(-1, width), spec.name, power_of_two)
     return _tiled(copies, gate, spec)

@@ -18,7 +18,7 @@ from tilewright.ops.backends.triton.launch import INTERPRETED, has_fp8, raw, tri
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """GEMM in Triton: multiply two quantised matrices: see `ops.gemm`.
+    """Multiply two quantised matrices by a Triton GEMM: see `ops.gemm`.
 
     Args:
         a: [M, K] in tiles of 1x128, or with one scale.
@@ -75,7 +75,7 @@ def multiply_codes(
 
 @triton.jit
 def decode_bits(qdata, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """GEMM in Triton: FP32 values of uint8 codes, see `formats.encode.decode`."""
+    """Decode uint8 codes to FP32 values in the Triton GEMM, see `formats.encode.decode`."""
     wide = qdata.to(tl.int32)
     magnitude = wide & 0x7F
     dropped: tl.constexpr = 23 - MANTISSA
@@ -95,7 +95,7 @@ def decode_bits(qdata, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """GEMM in Triton: the operands: the 8-bit floats themselves, or their values with 16 or 32 bits."""
+    """The operands of the Triton GEMM: the 8-bit floats themselves, or their values with 16 or 32 bits."""
     if DECODED == 0:
         return qdata
     elif DECODED == 16:
@@ -105,9 +105,9 @@ def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.const
 
 
 def rows_bucket(num_rows: int) -> int:
-    """GEMM in Triton: the number on which the choice of a configuration depends instead of the rows: each expert and
-    each batch has other ones, and a choice takes tenths of a second. Of integers that torch.compile traces as symbols
-    too.
+    """The bucket of row counts for which one configuration of the Triton GEMM is chosen. Each expert and each batch has
+    other numbers of rows, and a choice takes tenths of a second. It also takes integers that torch.compile traces as
+    symbols.
 
     Example:
         >>> [rows_bucket(rows) for rows in (1, 256, 257, 2048, 100_000)]

@@ -18,7 +18,7 @@ TILE = 128
 
 
 def num_tiles(length: int) -> int:
-    """Launch in Triton: tiles along a dimension of so many elements."""
+    """Count the tiles along a dimension of so many elements, for Triton kernels."""
     return (length + TILE - 1) // TILE
 
 

@@ -68,7 +68,7 @@ def _has_correction(bits):
 
 @triton.jit
 def _random_bits(element, stream):
-    """Random bits for low-bit AdamW in Triton: 32 per element: `ops.backends.ref.adam.hash32`."""
+    """Draw 32 random bits per element for low-bit AdamW in Triton: `ops.backends.ref.adam.hash32`."""
     x = element.to(tl.uint32) * 0x9E3779B9 + stream.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97

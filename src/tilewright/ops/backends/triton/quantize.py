@@ -87,7 +87,7 @@ def _as_it_lies(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def scale_buffer(rows: int, tiles: int, like: Tensor) -> Tensor:
-    """Buffer of scales for quantising in Triton: FP32 [rows, tiles] with strides (1, rows), uninitialised."""
+    """Make a buffer of scales for quantising in Triton: FP32 [rows, tiles] with strides (1, rows), uninitialised."""
     return torch.empty(tiles, rows, dtype=torch.float32, device=like.device).T
 
 
@@ -203,8 +203,8 @@ def store_codes(
     codes_ptr, qdata, first_row, first_col, num_rows, num_cols, code_stride_row, code_stride_col,
     BLOCK_M: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Store quantised codes in Triton: a block of BLOCK_M x 128. TURNED: rows lie next to each other, so the block is
-    turned before."""
+    """Store a block of BLOCK_M x 128 quantised codes in Triton. TURNED: rows are next to each other in memory, so the
+    block is transposed before."""
     if TURNED:
         rows = first_row + tl.arange(0, BLOCK_M)[None, :]
         cols = first_col + tl.arange(0, 128)[:, None]

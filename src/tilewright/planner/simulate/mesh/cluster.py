@@ -45,8 +45,8 @@ class Cluster:
         return self.nodes * self.gpus
 
     def ring_s(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Cluster: seconds of an all-gather or a reduce-scatter of tensors of `num_bytes` over a ring of ranks; an
-        all-reduce is both."""
+        """The seconds of an all-gather or a reduce-scatter of tensors of `num_bytes` over a ring of the cluster's
+        ranks; an all-reduce is both."""
         if ranks == 1 or not num_bytes:
             return 0.0
         link, hops = self._ring(ranks, stride), ranks - 1
@@ -54,8 +54,8 @@ class Cluster:
         return num_bytes * hops / ranks / link.bytes_per_s + link.latency_s * -(-ranks // inside)
 
     def exchange_s(self, num_bytes: float, ranks: int, stride: int) -> float:
-        """Cluster: seconds of an all-to-all in which each rank has `num_bytes` for all ranks together, itself among
-        them."""
+        """The seconds of an all-to-all over the cluster in which each rank has `num_bytes` for all ranks together,
+        itself among them."""
         if ranks == 1 or not num_bytes:
             return 0.0
         inside = min(ranks, max(1, self.gpus // stride))

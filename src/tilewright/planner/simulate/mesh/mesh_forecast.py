@@ -51,7 +51,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, plan: Plan, site: Site, sizes: MeshSizes, table: ScheduleTable | None) -> Forecast | None:
-    """Forecast of a step on the run's own mesh: time, traffic and memory.
+    """Forecast a step on the run's own mesh: time, traffic and memory.
 
     Args:
         recipe: that it runs.
@@ -109,7 +109,7 @@ def _setting(recipe: Recipe, sizes: MeshSizes) -> MeshSetting:
 
 
 def _cluster(plan: Plan, site: Site, sizes: MeshSizes) -> Cluster | None:
-    """The cluster of the forecast: processes of this machine, or GPUs of it with published links; None where nothing is
+    """The cluster of a forecast: processes of this machine, or its GPUs with published links; None if nothing is
     known."""
     speed = plan.budget.links.ranks
     if site.machine.device == "cpu":

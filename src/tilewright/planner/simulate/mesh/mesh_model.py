@@ -122,12 +122,12 @@ class MeshModel:
 
     @property
     def experts(self) -> int:
-        """Experts of a layer that the mesh may place on other ranks; 0: none."""
+        """Count the experts of a layer that the mesh may place on other ranks; 0: none."""
         return self.decoder.num_experts if self.decoder else 0
 
     @property
     def chosen(self) -> int:
-        """Experts of a layer of the mesh's model that a token passes; 0: none."""
+        """Count the experts of a layer that a token passes in the mesh's model; 0: none."""
         return self.decoder.num_experts_per_token if self.decoder else 0
 
     @cached_property
@@ -136,8 +136,8 @@ class MeshModel:
         return self.shape(ShapeKey("fp32"))
 
     def _key(self, master: str, sizes: MeshSizes) -> ShapeKey:
-        """The key of the model on a rank of a mesh: shards decide whether there are any, and whether the vocabulary is
-        cut too."""
+        """The cache key of the model on a rank of a mesh: it depends on whether there are shards, and whether the
+        vocabulary is cut too."""
         shards, tp = sizes.dp_shard, sizes.tp
         kind = (tp, shards > 1, tp > 1 and cuts_vocabulary(self._finder.vocab_size, tp, shards))
         return ShapeKey(master, sizes.ep, tp, self._alike.setdefault(kind, shards), shards > 1 and sizes.pp > 1)
@@ -155,8 +155,8 @@ class MeshModel:
         return self._finder.find(changed(self.recipe_with(master), cut)).known()
 
     def _spread(self, ep: int) -> int:
-        """Ranks that experts of the mesh's model are marked with: one for each expert, so that one shape serves all
-        meshes, where their number is known."""
+        """The ranks over which the mesh's model spreads experts in its traced shape: one per expert, if their number is
+        known, so that one shape serves all meshes."""
         return 1 if ep == 1 else self.experts or ep
 
     def _shape(self, key: ShapeKey) -> ModelShape:
@@ -212,7 +212,7 @@ class MeshModel:
         return PassSeconds(parts.forward_s(), again, sum(backward.values()) - wgrad, wgrad)
 
     def layer_parts(self, place: int, rows: int, kind: Activations, key: ShapeKey) -> LayerParts:
-        """A layer of the mesh's model as a rank runs it: what its seconds are made of.
+        """The parts of a layer's seconds as a rank of the mesh runs it.
 
         Args:
             place: of its class.
@@ -243,7 +243,7 @@ class MeshModel:
         )
 
     def _coding(self, found: LayerClass, ep: int) -> Coding:
-        """Coding of a rank's experts in the mesh's model: as many tokens in all go through fewer of them."""
+        """The bytes of codes of a rank's experts in the mesh's model: as many tokens go through fewer experts."""
         mine = []
         for one in found.matmuls:
             number = _EXPERT.search(one.fqn)
@@ -309,7 +309,7 @@ def _spread_over(weights: Weights, ep: int) -> Weights:
 
 
 def part_of(shape: ModelShape, held: StageLayers) -> ModelShape:
-    """The model as a mesh rank has it: some of its layers, and its ends or not."""
+    """The part of a model that a rank of the mesh has: some of its layers, with its ends or without."""
     pairs = zip(shape.classes, held.counts, strict=True)
     classes = tuple(replace(found, indices=found.indices[:count]) for found, count in pairs if count)
     rest = shape.rest if held.last else LayerClass("rest", (-1,), Weights(), 0)

@@ -76,7 +76,7 @@ class MeshStep:
 
     @property
     def mfu(self) -> float:
-        """MFU of a mesh that the search simulated: share of the published peak."""
+        """The MFU of a simulated mesh: its share of the published peak."""
         flops = self.tokens_per_s * self.costs.model.flops()
         return flops / (self.setting.sizes.world * self.peak_flops)
 
@@ -184,7 +184,7 @@ class MeshSearch:
                     yield step
 
     def all(self, moments: str, master: str) -> Iterator[MeshStep]:
-        """Search without bounds: every setting, simulated."""
+        """Simulate every setting of the mesh search, without bounds."""
         groups = self._space.settings(moments, master)
         yield from (self.simulated(self._costs(one, kind)) for one in groups for kind in self._space.kinds)
 
@@ -201,8 +201,8 @@ class MeshSearch:
         return spread_layers(MeshCosts(self._rates, MeshSetting(sizes, pipeline, rows, 1, kind, "fp32", "fp32")))
 
     def _static(self, group: MeshSetting) -> float:
-        """The search's bound on memory: bytes that a setting takes at least, whatever it keeps, of a rank with as many
-        layers as others."""
+        """The least bytes of a setting of the mesh search, whatever it keeps, on a rank with as many layers as
+        others."""
         sizes, whole = group.sizes, group.sizes.pp > 1 or (group.count > 1 and not group.reduce_each)
         key = self._model.key(group.master, sizes)
         return self._least(sizes.pp, sizes.dp_shard, key, group.moments, whole)
@@ -287,8 +287,8 @@ class MeshSearch:
 
 
 def flights_of(setting: MeshSetting) -> list[InFlight]:
-    """Mesh search: mmicro-batches in flight on each rank of a row, from the formulas of schedules: at least what their
-    tables have."""
+    """Micro-batches in flight on each rank of a row, by the formulas of schedules: at least as many as their tables
+    have."""
     p, m, pipeline = setting.pipeline.pp, setting.count, setting.pipeline
     if pipeline.schedule == "1f1b":
         return [InFlight(float(in_flight_of_1f1b(p, m, rank))) for rank in range(p)]
@@ -298,7 +298,7 @@ def flights_of(setting: MeshSetting) -> list[InFlight]:
 
 
 def in_flight_of(step: SimulatedStep) -> tuple[InFlight, ...]:
-    """Mesh search: micro-batches in flight on each rank of a row, from the table."""
+    """Micro-batches in flight on each rank of a row, by the simulated table."""
     costs, found = step.costs.passes, []
     for rank, row in enumerate(step.table.rows):
         mine = sum(costs.shares[0][stage] for stage, of in enumerate(step.table.rank_of) if of == rank)

@@ -58,13 +58,13 @@ class MeshSetting:
         return {name: value for name, value in found.items() if value != _USUAL.get(name)}
 
     def mesh_words(self) -> str:
-        """The mesh of a setting in words: its axes of more than one rank."""
+        """Name the mesh of a setting in words: its axes of more than one rank."""
         names = ("pp", "dp_replicate", "dp_shard", "tp", "ep")
         words = [f"{axis} {getattr(self.sizes, axis)}" for axis in names if getattr(self.sizes, axis) > 1]
         return ", ".join(words) or "one rank"
 
     def schedule_words(self) -> str:
-        """The schedule of a mesh setting in words: order of passes; empty without stages."""
+        """Name the schedule of a mesh setting in words: the order of its passes; empty without stages."""
         if self.sizes.pp == 1:
             return ""
         return self.pipeline.schedule + (f" x{self.pipeline.virtual}" if self.pipeline.virtual > 1 else "")

@@ -136,8 +136,8 @@ def _row(
 
 
 def _waiting_bytes(shape: ModelShape, setting: MeshSetting) -> float:
-    """Bytes of a rank's memory that wait per micro-batch: gradients of the outputs of all matmuls of its layers, which
-    those of weights are made of; their inputs are among the activations."""
+    """The bytes that wait on a rank per micro-batch until weight gradients are computed: gradients of the outputs of
+    all matmuls of its layers. Their inputs are among the activations."""
     tokens, total = setting.rows * shape.seq_len, 0.0
     for found in shape.classes:
         outputs = (gemm.share * gemm.num_out for gemm in found.matmuls if not gemm.frozen)

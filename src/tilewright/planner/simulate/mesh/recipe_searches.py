@@ -65,8 +65,8 @@ class MeshFinder:
     """Of the model, where another finder has them."""
 
     def with_rates(self, model: MeshModel | None = None) -> "MeshFinder":
-        """Searches of a recipe with other rates: this finder with the model's costs, which they share. `model`: on this
-        machine, where another finder has it."""
+        """Make the searches of a recipe with the rates of `model`, another finder's model of this machine; they share
+        its costs."""
         model = model or MeshModel(self.recipe, self.vocab_size, self.machine, self.ceilings)
         return replace(self, rates=MeshRates(model, self.cluster))
 
@@ -124,8 +124,8 @@ class MeshFinder:
         return MeshSearch(self.rates, space, self.budget_bytes, self.peak_flops, self.tables)
 
     def _formats(self) -> list[tuple[str, str]]:
-        """Formats of the optimizer that a recipe's searches try: moments and master weights, the recipe's first and
-        then narrower ones."""
+        """The optimizer formats that a recipe's searches try, moments and master weights: the recipe's first and then
+        narrower ones."""
         own = (self.recipe.optim.moments, self.recipe.optim.master_weights)
         pairs = ((one["optim.moments"], one.get("optim.master_weights", own[1])) for one in narrower(self.recipe))
         return [own, *pairs]
@@ -154,8 +154,8 @@ class MeshFinder:
 
 
 def _candidates(recipe: Recipe, found: MeshStep) -> Iterator[dict[str, Any]]:
-    """Changes of a recipe that are worth a search: fewer bytes that are sent, kept or multiplied, and more rows per
-    step."""
+    """List changes of a recipe that are worth a search: fewer bytes that are sent, kept or multiplied, and more rows
+    per step."""
     if recipe.parallel.grad_sync == "fp32" and found.parts["communication"] > WORTH - 1:
         yield {"parallel.grad_sync": "bf16"}
         yield {"parallel.grad_sync": "fp8"}

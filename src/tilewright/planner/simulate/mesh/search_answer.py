@@ -30,15 +30,15 @@ def row_of(place: int, step: MeshStep) -> list[str]:
 
 
 def binds(step: MeshStep) -> str:
-    """The bottleneck in a search's answer: the cause that takes most of a step's time, beside computation that any
-    setting has."""
+    """The bottleneck of a step in a search's answer: the cause that takes most of its time, apart from computation that
+    any setting has."""
     parts = {name: share for name, share in step.parts.items() if name != "computation"}
     most = max(parts, key=lambda name: parts[name])
     return f"{most} ({format_share(parts[most])})" if parts[most] >= 0.01 else "computation"
 
 
 def why_lost(first: MeshStep, other: MeshStep) -> str:
-    """Why a setting lost in a search's answer: the cause on which it spends more time than the first one."""
+    """Explain why a setting lost the mesh search: the cause on which it spends more time than the first one."""
     more = {name: other.seconds * share - first.seconds * first.parts[name] for name, share in other.parts.items()}
     most = max(more, key=lambda name: more[name])
     slower = other.seconds / first.seconds - 1
@@ -77,7 +77,7 @@ def refused_by_train(recipe: Recipe, step: MeshStep) -> dict[str, str]:
 
 
 def recipe_text(name: str, recipe: Recipe, step: MeshStep, head: Sequence[str]) -> str:
-    """The recipe in a search's answer: TOML with these settings, on top of another one.
+    """Write the found mesh as a recipe: TOML with these settings, which extends another recipe.
 
     Args:
         name: of that.
@@ -113,13 +113,13 @@ def compared(step: MeshStep, other: Mapping[str, str]) -> list[list[str]]:
 
 
 def change_row(change: MeshChange) -> list[str]:
-    """The row of a change in a search's answer: the option to type, and the best mesh with it."""
+    """Write a change as a row of the search's answer: the option to type, and the best mesh with it."""
     step = change.step
     return [change.words, format_count(step.tokens_per_s), format_share(change.gain - 1), str(step.setting)]
 
 
 def to_json(found: BestMeshes, changes: Sequence[MeshChange] = ()) -> dict[str, object]:
-    """The search's answer for JSON: numbers of the best, and of what would be faster."""
+    """Write the search's answer for JSON: numbers of the best meshes, and of changes that would be faster."""
     faster = [
         {"settings": dict(one.settings), "tokens_per_s": one.step.tokens_per_s, "gain": one.gain} for one in changes
     ]

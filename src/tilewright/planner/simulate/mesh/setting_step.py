@@ -45,7 +45,7 @@ class Exposed:
 
     @property
     def total(self) -> float:
-        """Exposed seconds of a setting's step: the sum of both."""
+        """Sum both parts of the exposed seconds of a setting's step."""
         return self.gather + self.reduce
 
 
@@ -123,7 +123,7 @@ class MeshRates:
         return self.model.update_s(weights, setting.moments, setting.shape, setting.dp_shard)
 
     def _exposed(self, held: StageLayers, one: "PassKey", count: int, sizes: MeshSizes, sums: "SumKey") -> Exposed:
-        """Exposed seconds of a setting's step: of shards and copies, what is not hidden."""
+        """The seconds of the traffic of shards and copies that computation does not hide, in a setting's step."""
         gather = reduce = 0.0
         reduce_each, wire = sums
         alone, shape, shards = sizes.pp == 1, self.model.shape(one.shape), sizes.dp_shard
@@ -255,15 +255,15 @@ class MeshCosts:
 
     @cached_property
     def least_s(self) -> float:
-        """The bound of a setting: its step takes no less, whatever is kept, and however layers are split: the passes of
-        a rank on average."""
+        """The least seconds of a setting's step, whatever is kept and however layers are split: the mean over ranks of
+        their passes."""
         total = sum(one.total - one.recompute for one in self.stages)
         return self.setting.count * total / self.setting.pipeline.pp
 
     @cached_property
     def bound_s(self) -> float:
-        """The bound of a setting: its step takes no less: of each rank all its passes, after the first forward pass has
-        reached it, and before the last backward pass has left it."""
+        """The least seconds of a setting's step by its ranks: all passes of a rank, after the first forward pass has
+        reached it and before the last backward pass has left it."""
         count, defers = self.setting.count, self.setting.pipeline.defers
         first = {self.setting.pipeline.rank_of(stage): stage for stage in range(len(self.stages) - 1, -1, -1)}
         fills = [0.0, *itertools.accumulate(one.forward for one in self.stages)]

@@ -36,7 +36,7 @@ FPROP, DGRAD, WGRAD = range(3)
 
 @dataclass(frozen=True)
 class RuntimeFormats:
-    """Run-time state of a layer's matmuls: formats in, counts of calls out. Both on the host, int64.
+    """The run-time state of a layer's matmuls: formats in, counts of calls out. Both on the host, int64.
 
     `known`: the formats that there are, as text. `formats` [3]: index into them of each matmul. `counts` [3, known]:
     calls so far.
@@ -58,7 +58,7 @@ class RuntimeFormats:
         return self
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Executed GEMMs: matmul -> format -> calls so far, for formats that ran."""
+        """Count the calls of executed GEMMs: matmul -> format -> calls so far, for formats that ran."""
         names = [each.name for each in of_text(self.known)]
         return {
             gemm: {name: count for name, count in zip(names, row, strict=True) if count}
@@ -92,7 +92,7 @@ def matmuls(
     fixed: StaticConfig,
     queue: WeightGradientQueue | None = None,
 ) -> Tensor:
-    """The three GEMMs of a linear layer: x W^T + b and its gradients, each in the format that `switch` says when it
+    """Run the three GEMMs of a linear layer: x W^T + b and its gradients, each in the format that `switch` says when it
     runs.
 
     Args:
@@ -233,7 +233,7 @@ def _backward(
     weight: Tensor, store: Tensor | None, formats: Tensor, counts: Tensor,
     known: str, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, kernels: str,
 ) -> tuple[Tensor | None, Waiting | None]:  # fmt: skip
-    """The GEMMs of backward: the input's gradient, and the weight's with its operands as they are multiplied."""
+    """Run the GEMMs of backward: the input's gradient, and the weight's with its operands as they are multiplied."""
     run = kernels_of(kernels)
     dgrad = _count(DGRAD, formats, counts, known) if wants_dx else None
     wgrad = _count(WGRAD, formats, counts, known) if wants_dw else None
@@ -298,8 +298,8 @@ def _count(matmul: int, formats: Tensor, counts: Tensor, known: str) -> GemmForm
 def _gradient_copies(
     run: Kernels, dy: Tensor, dgrad: GemmFormat | None, wgrad: GemmFormat | None
 ) -> tuple[TiledTensor | None, TiledTensor | None]:
-    """Copies for the GEMMs of backward: the output gradient for those of the two matmuls that have operands with
-    scales: row-wise, and transposed."""
+    """Quantise the output gradient for those of the two GEMMs of backward that have operands with scales: row-wise, and
+    transposed."""
     for_row = None if dgrad is None or dgrad.operands is None else dgrad.operands.gradient
     for_column = None if wgrad is None or wgrad.operands is None else wgrad.operands.gradient
     if for_row is not None and for_column is not None and for_row != for_column:

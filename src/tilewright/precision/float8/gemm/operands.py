@@ -16,7 +16,7 @@ from tilewright.ops.kernels import Kernels
 
 
 def parts_of(tiled: TiledTensor | None) -> Parts:
-    """Parts of a GEMM's operand: the tensors of a TiledTensor; three times None of none."""
+    """Take a GEMM's operand apart: the tensors of a TiledTensor; three times None for none."""
     return (None, None, None) if tiled is None else (tiled.qdata, tiled.scale_inv, tiled.second)
 
 

@@ -37,7 +37,8 @@ def new_store(weight_MK: Tensor, form: OperandFormat) -> Tensor | None:
 
 
 def stored_weight(store: Tensor, weight_MK: Tensor, kernels: Kernels, form: OperandFormat) -> TiledTensor:
-    """The FP8 data of a weight as it is now: those stored where they belong to it, else new ones, which go there.
+    """The FP8 data of a weight as it is now: stored data if it belongs to the present weight, else new data, which is
+    stored.
 
     Args:
         store: of `new_store`; written where it holds the data of other values.
@@ -69,8 +70,8 @@ def stored_weight(store: Tensor, weight_MK: Tensor, kernels: Kernels, form: Oper
 def weight_operand(
     store: Tensor | None, weight_MK: Tensor, kernels: Kernels, form: OperandFormat, *, transposed: bool = False
 ) -> TiledTensor:
-    """A stored weight as an operand: as a matmul reads it: [M, K], or [K, M] for the input's gradient. The transposed
-    one is the same codes and scales where tiles are square, else it is quantised along its own rows, in each pass.
+    """A stored weight as a matmul reads it: [M, K], or [K, M] for the input's gradient. If tiles are square the
+    transposed one is the same codes and scales, else it is quantised along its own rows, in each pass.
 
     Without a store, off the CPU, the transposed one is quantised as what it is, also of square tiles: kernels there
     multiply codes row by row, and store them so in the pass that makes them; a view would be copied after it."""
@@ -81,7 +82,7 @@ def weight_operand(
 
 
 def contents(store: Tensor, shape: tuple[int, ...], form: OperandFormat) -> TiledTensor:
-    """Contents of a weight's store: the FP8 data [M, K] and scales, unchecked."""
+    """The FP8 data [M, K] and scales in a weight's store, unchecked."""
     grid, dtype = form.tile.grid((shape[0], shape[1])), form.scale.dtype
     scale_inv = store[_ALIGN : _ALIGN + dtype.itemsize * math.prod(grid)].view(dtype).view(grid)
     start = store.numel() - _padded(math.prod(shape))
