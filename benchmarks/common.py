@@ -6,11 +6,12 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -155,14 +156,26 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     return result
 
 
-def parser_of(about: str | None, cases: Collection[str] = ()) -> argparse.ArgumentParser:
+def parser_of(
+    about: str | None,
+    cases: Collection[str] = (),
+    *,
+    tiny: bool = False,
+    seconds: bool = False,
+    **settings: float | str,
+) -> argparse.ArgumentParser:
     """The parser of a program, also of one without settings: `--help` must tell of it and measure nothing.
 
     Args:
         about: the program's docstring.
         cases: names of what it measures; `parse_args().cases` has those that the command line names, all if none.
+        tiny: it has a small form, whose numbers mean nothing.
+        seconds: it stops by a time, see `Deadline`.
+        settings: numbers and words with their defaults: `steps=20` is `--steps`.
 
     Example:
+        >>> parser_of("Speed of a step.", tiny=True, steps=20).parse_args(["--steps", "5"])
+        Namespace(steps=5, tiny=False)
         >>> parser_of("Speed of a step.", ["small", "large"]).parse_args(["small"]).cases
         ['small']
     """
@@ -176,7 +189,36 @@ def parser_of(about: str | None, cases: Collection[str] = ()) -> argparse.Argume
 
     if names:
         parser.add_argument("cases", nargs="*", type=known, default=names, help=", ".join(names) + "; all by default")
+    for name, default in settings.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help="%(default)s by default")
+    if tiny:
+        parser.add_argument("--tiny", action="store_true", help="a small size, also on a CPU; its numbers mean nothing")
+    if seconds:
+        parser.add_argument("--seconds", type=float, help="nothing is begun after that")
     return parser
+
+
+def arguments_for_card(parser: argparse.ArgumentParser, *, interprets: bool = False) -> argparse.Namespace:
+    """The arguments of a program that needs a CUDA device, unless it is asked for its small form.
+
+    Args:
+        parser: from `parser_of`, with `tiny`.
+        interprets: without a device its kernels run in Triton's interpreter.
+
+    Raises:
+        SystemExit: no device, and not `--tiny`.
+    """
+    import torch
+
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        if not args.tiny:
+            name = _module(Path(sys.argv[0]))
+            raise SystemExit(f"{name}: no CUDA device here; --tiny runs a small size on a CPU")
+        if interprets:
+            os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    return args
 
 
 def _module(path: Path) -> str:
@@ -236,18 +278,33 @@ def current_commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def keep_section(page: Path, start: str, end: str, section: str, command: str) -> None:
-    """Rewrite what stands between two marks of a page; with `--check` on the command line exit with 1 if it differs.
+def with_section(text: str, name: str, lines: Sequence[str], command: str) -> str:
+    """A page with what stands between the two marks of a section written again.
 
     Args:
-        section: with its marks.
-        command: that rewrites it, for the message.
+        name: of the section.
+        lines: of it.
+        command: that writes it.
     """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    text = page.read_text()
-    wanted = text.split(start)[0] + section + text.split(end, 1)[1]
-    if not parser.parse_args().check:
-        page.write_text(wanted)
-    elif text != wanted:
-        sys.exit(f"{page.name} is not up to date: {command}")
+    start, end = f"<!-- {name}: made by `{command}` -->", f"<!-- /{name} -->"
+    between = f"{re.escape(start)}.*?{re.escape(end)}"
+    written, count = re.subn(between, lambda _: "\n".join([start, "", *lines, "", end]), text, flags=re.DOTALL)
+    assert count == 1, f"no section {name} between its marks"
+    return written
+
+
+def write_pages(wanted: Mapping[Path, str], check: bool, command: str) -> None:
+    """Write pages, or only check them.
+
+    Args:
+        wanted: pages and their texts.
+        check: write nothing.
+        command: that writes them.
+
+    Raises:
+        SystemExit: a page is not what is wanted.
+    """
+    for path, text in wanted.items():
+        if check and path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path.name} is not up to date: {command}")
+        path.write_text(text, encoding="utf-8")

@@ -9,7 +9,6 @@ a folder of Python's own library, since that of the default recipe changes with 
 of Python or of libraries is said, not compared.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import RESULTS, machine_facts, machine_kind, write_result
+from benchmarks.common import RESULTS, machine_facts, machine_kind, parser_of, write_result
 
 STEPS = 20
 TEXT = ("--data.source", str(Path(sysconfig.get_paths()["stdlib"]) / "idlelib"))
@@ -76,7 +75,7 @@ def losses(name: str, case: Case, folder: Path) -> tuple[list[str], str]:
 
 def main() -> int:
     """Run; exit code 1 where a loss differs."""
-    parser = argparse.ArgumentParser(description=CLAIM)
+    parser = parser_of(__doc__)
     parser.add_argument("--write", action="store_true", help="write the file instead of comparing with it")
     parser.add_argument("--only", action="append", choices=CASES, help="this case only (repeat for more)")
     args = parser.parse_args()

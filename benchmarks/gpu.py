@@ -12,7 +12,6 @@ stands beside its target: `benchmarks.rows.gpu_targets`.
 python -m benchmarks.gpu [--call N] [--only PART ...] [--again] [--tiny] [--list] [--minutes 9.2]
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import RESULTS, current_commit, machine_facts
+from benchmarks.common import RESULTS, current_commit, machine_facts, parser_of
 from benchmarks.rows.gpu_targets import TARGETS, table
 
 TAIL_CHARACTERS = 6000
@@ -196,12 +195,11 @@ def run_part(part: Part, arguments: tuple[str, ...], limit_s: float, folder: Pat
 
 def main() -> None:
     """Run the parts; exit with 1 if one failed."""
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__, tiny=True)
     names = tuple(part.name for part in PARTS)
     parser.add_argument("--call", type=int, choices=range(1, len(calls()) + 1), help="parts of this call alone")
     parser.add_argument("--only", nargs="*", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--again", action="store_true", help="also parts whose results are there")
-    parser.add_argument("--tiny", action="store_true", help="small sizes; also on a CPU")
     parser.add_argument("--list", action="store_true", help="print what would run and when; run nothing")
     parser.add_argument("--minutes", type=float, default=CALL_S / 60, help="no part runs beyond this")
     args = parser.parse_args()

@@ -4,15 +4,12 @@ python -m benchmarks.pages           # write them
 python -m benchmarks.pages --check   # fail where they are not what the results say
 """
 
-import argparse
-import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import place
+from benchmarks.common import parser_of, place, with_section, write_pages
 from benchmarks.rows.claim_rows import GIB, REMOVED, Group, Result, Row, program_of, read, read_all
 from benchmarks.rows.claims import UNUSED, by_key, groups
 from benchmarks.rows.headline_table import table as contest
@@ -276,34 +273,22 @@ def _where(result: Result) -> str:
 def readme(text: str, found: Sequence[Group]) -> str:
     """README.md with its tables written again, each between its marks."""
     for name, lines in (("speed", speed()), ("memory", memory()), ("claims", headlines(found))):
-        text = with_section(text, name, lines)
+        text = with_section(text, name, lines, COMMAND)
     return text
 
 
-def with_section(text: str, name: str, lines: Sequence[str]) -> str:
-    """A page with what stands between two marks written again."""
-    start, end = f"<!-- {name}: made by `{COMMAND}` -->", f"<!-- /{name} -->"
-    parts = f"{re.escape(start)}.*?{re.escape(end)}"
-    written, count = re.subn(parts, lambda _: "\n".join([start, "", *lines, "", end]), text, flags=re.DOTALL)
-    assert count == 1, f"no section {name} between its marks"
-    return written
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true", help="fail where a page is not up to date")
     check = parser.parse_args().check
     found = groups()
     wanted = {
         PAGE: page(found),
         README: readme(README.read_text(encoding="utf-8"), found),
-        DEFAULT_JOB: with_section(DEFAULT_JOB.read_text(encoding="utf-8"), "ladder", default_job()),
-        SECONDS: with_section(SECONDS.read_text(encoding="utf-8"), "shares", share_table()),
+        DEFAULT_JOB: with_section(DEFAULT_JOB.read_text(encoding="utf-8"), "ladder", default_job(), COMMAND),
+        SECONDS: with_section(SECONDS.read_text(encoding="utf-8"), "shares", share_table(), COMMAND),
     }
-    for path, text in wanted.items():
-        if check and path.read_text(encoding="utf-8") != text:
-            sys.exit(f"{path.name} is not up to date: {COMMAND}")
-        path.write_text(text, encoding="utf-8")
+    write_pages(wanted, check, COMMAND)
 
 
 if __name__ == "__main__":

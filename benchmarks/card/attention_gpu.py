@@ -7,7 +7,6 @@ were computed with before; where that falls to scores of all pairs, its memory s
 python -m benchmarks.card.attention_gpu [--seconds 30] [--tiny]
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.card.fp8_gpu import DEVICE, attempt, milliseconds, say
-from benchmarks.common import Deadline, write_result
+from benchmarks.common import Deadline, arguments_for_card, parser_of, write_result
 from tilewright.ops.attention import attention_kind
 from tilewright.ops.backends.ref.math import allowed_pairs
 from tilewright.ops.base.documents import segments_of
@@ -94,12 +93,8 @@ def masked(case: Case, segments: Tensor | None) -> Callable[[Tensor, Tensor, Ten
 
 def main() -> None:
     """All cases."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, help="no case is begun after that")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
-    args = parser.parse_args()
-    if DEVICE == "cpu" and not args.tiny:
-        raise SystemExit("benchmarks.card.attention_gpu: no CUDA device here; --tiny runs small sizes on a CPU")
+    parser = parser_of(__doc__, tiny=True, seconds=True)
+    args = arguments_for_card(parser)
     deadline, kernels = Deadline(args.seconds), Kernels.default()
     results: dict[str, Any] = {"unit": "ms"}
     for case in TINY if args.tiny else CASES:

@@ -13,10 +13,8 @@ Floors use the rates of one H200 that were measured before: 790 TFLOP/s BF16, 4.
 python -m benchmarks.card.fp8_gpu quantize|gemm [--seconds 60] [--tiny]
 """
 
-import argparse
 import functools
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.card.device_time import CudaClock, device_ms
-from benchmarks.common import Deadline, write_result
+from benchmarks.common import Deadline, arguments_for_card, parser_of, write_result
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.tiled import FP8_BLOCK, FP8_ROW, TiledTensor
 from tilewright.ops.base.dispatch import Case, Op
@@ -238,15 +236,9 @@ def say(name: str, case: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run one part."""
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__, tiny=True, seconds=True)
     parser.add_argument("part", choices=tuple(CLAIMS))
-    parser.add_argument("--tiny", action="store_true", help="small sizes; on a CPU with Triton's interpreter")
-    parser.add_argument("--seconds", type=float, help="no case is begun after that")
-    args = parser.parse_args()
-    if DEVICE == "cpu" and not args.tiny:
-        raise SystemExit("benchmarks.card.fp8_gpu: no CUDA device here; --tiny runs small sizes on a CPU")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    args = arguments_for_card(parser, interprets=True)
     torch.manual_seed(0)
     {"quantize": quantize_part, "gemm": gemm_part}[args.part](args.tiny, Deadline(args.seconds))
 

@@ -12,7 +12,6 @@ Peaks are of the steps: weights are random, and making them is no part of a fine
 python -m benchmarks.card.lora_gpu [--steps 8] [--tiny]
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.card.memory_gpu import DEVICE, device_peak_bytes, host_peak_bytes
-from benchmarks.common import Deadline, spread, write_result
+from benchmarks.common import Deadline, arguments_for_card, parser_of, spread, write_result
 from benchmarks.worker import call_worker
 from tilewright.core.config.load import load_recipe
 from tilewright.data.batches.microbatches import Batch, count_tokens
@@ -137,15 +136,10 @@ def contend(name: str, folder: Path, steps: int, tiny: bool) -> dict[str, Any]:
 
 def main() -> None:
     """All contenders, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
-    parser.add_argument("--seconds", type=float, help="contenders are ended after their share of it")
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if DEVICE == "cpu" and not args.tiny:
-        raise SystemExit("benchmarks.card.lora_gpu: no CUDA device here; --tiny runs small sizes on a CPU")
+    parser = parser_of(__doc__, tiny=True, seconds=True, steps=8)
+    parser.add_argument("--worker", choices=CONTENDERS, help="for a process of its own")
+    parser.add_argument("--folder", type=Path, help="for a process of its own")
+    args = arguments_for_card(parser)
     steps = min(args.steps, 4) if args.tiny and DEVICE == "cpu" else args.steps
     torch.manual_seed(0)
     if args.worker:

@@ -6,14 +6,11 @@ cut short keeps its curves.
 python -m benchmarks.card.loss_gpu [--minutes 7.5] [--tiny]
 """
 
-import argparse
 import math
 import time
 from typing import Any
 
-import torch
-
-from benchmarks.common import write_result
+from benchmarks.common import arguments_for_card, parser_of, write_result
 from benchmarks.numerics.dpaa import sample
 from tilewright.core.config.load import load_recipe
 from tilewright.training.assemble import Components, build, set_up
@@ -62,12 +59,8 @@ def one_step(parts: Components, step: int) -> dict[str, float]:
 
 def main() -> None:
     """Both runs, one after the other."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=7.5)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
-    args = parser.parse_args()
-    if not torch.cuda.is_available() and not args.tiny:
-        raise SystemExit("benchmarks.card.loss_gpu: no CUDA device here; --tiny runs a small size on a CPU")
+    parser = parser_of(__doc__, tiny=True, minutes=7.5)
+    args = arguments_for_card(parser)
     end = time.perf_counter() + 60 * args.minutes
     most, results = (12 if args.tiny else 10**9), {}
     for mode in MODES:

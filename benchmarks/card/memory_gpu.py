@@ -13,7 +13,6 @@ Floors use the rates of one H200 that were measured before: 790 TFLOP/s BF16; an
 python -m benchmarks.card.memory_gpu largest|offload|limit [--steps 20] [--seconds 220] [--device-gib 24] [--tiny]
 """
 
-import argparse
 import json
 import resource
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Deadline, spread, write_result
+from benchmarks.common import Deadline, arguments_for_card, parser_of, spread, write_result
 from benchmarks.worker import call_worker
 from tilewright.core.config.load import load_recipe
 from tilewright.data.batches.microbatches import Batch, count_targets, count_tokens
@@ -308,16 +307,10 @@ def torchao_offload(tiny: bool) -> Contender:
 
 def main() -> None:
     """Run one part."""
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__, tiny=True, seconds=True, steps=20, device_gib=0.0)
     parser.add_argument("part", choices=tuple(CLAIMS))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seconds", type=float, help="no step is begun that would end after it")
-    parser.add_argument("--device-gib", type=float, default=0.0, help="of `offload`: no more of the device than this")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if DEVICE == "cpu" and not args.tiny:
-        raise SystemExit("benchmarks.card.memory_gpu: no CUDA device here; --tiny runs small sizes on a CPU")
+    parser.add_argument("--worker", choices=CONTENDERS, help="for a process of its own")
+    args = arguments_for_card(parser)
     steps = min(args.steps, 4) if args.tiny else args.steps
     torch.manual_seed(0)
     deadline = Deadline(args.seconds)

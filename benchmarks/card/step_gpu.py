@@ -6,9 +6,7 @@ fits. Each is a process of its own, ended when its share of the time is over; re
 python -m benchmarks.card.step_gpu [--contenders bf16_mixed fp8_tile ...] [--seconds 170] [--tiny]
 """
 
-import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.card.fp8_gpu import DEVICE, RATES, attempt, say
-from benchmarks.common import Deadline, spread, write_result
+from benchmarks.common import Deadline, arguments_for_card, parser_of, spread, write_result
 from benchmarks.loops import random_decoder, standard_executor, token_batch
 from benchmarks.worker import call_worker, out_of_memory
 from tilewright.core.hardware import detect_machine
@@ -227,17 +225,11 @@ def kernel_table(step: Callable[[], object], step_ms: float) -> dict[str, Any]:
 
 def main() -> None:
     """Run all contenders, or one of them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tiny", action="store_true", help="small sizes; on a CPU with Triton's interpreter")
+    parser = parser_of(__doc__, tiny=True, seconds=True)
     parser.add_argument("--contenders", nargs="*", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--seconds", type=float, help="contenders are ended after their share of it")
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if DEVICE == "cpu" and not args.tiny:
-        raise SystemExit("benchmarks.card.step_gpu: no CUDA device here; --tiny runs small sizes on a CPU")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    parser.add_argument("--worker", choices=CONTENDERS, help="for a process of its own")
+    parser.add_argument("--shape", type=json.loads, help="for a process of its own")
+    args = arguments_for_card(parser, interprets=True)
     torch.manual_seed(0)
     if args.worker:
         print(json.dumps(attempt(lambda: contend(args.worker, StepShape(**args.shape), args.tiny))))

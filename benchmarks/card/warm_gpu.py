@@ -8,7 +8,6 @@ multiple of 16, or neither, which are other code each.
 python -m benchmarks.card.warm_gpu [--seconds 40] [--workers 12] [--tiny]
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.common import Deadline, write_result
+from benchmarks.common import Deadline, arguments_for_card, parser_of, write_result
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE, Tile
 from tilewright.formats.spec import E4M3, E5M2, FloatSpec
 from tilewright.formats.tiled import TiledTensor
@@ -119,16 +118,9 @@ def work(turn: int, workers: int, deadline: Deadline, most: int) -> dict[str, ob
 
 def main() -> None:
     """All workers, side by side; or one of them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, help="no case is begun after that")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--tiny", action="store_true", help="few cases, in the interpreter of a CPU")
-    parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if DEVICE == "cpu":
-        if not args.tiny:
-            raise SystemExit("benchmarks.card.warm_gpu: no CUDA device here; --tiny runs few cases in the interpreter")
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    parser = parser_of(__doc__, tiny=True, seconds=True, workers=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--turn", type=int, help="for a process of its own")
+    args = arguments_for_card(parser, interprets=True)
     workers = min(args.workers, 2) if args.tiny else args.workers
     most = 60 if args.tiny else sys.maxsize
     if args.turn is not None:

@@ -5,12 +5,11 @@ The instruction set is that of this process: give it the environment that the co
 python -m benchmarks.compress.compress_minutes FOLDER
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine_kind, write_result
+from benchmarks.common import machine_kind, parser_of, write_result
 
 CLAIM = "compress of the default run to three targets within 1 % takes at most 60 minutes on two AVX2 cores"
 
@@ -37,7 +36,7 @@ def minutes_of(record: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read the record, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     record = json.loads((parser.parse_args().folder / "compress.json").read_text(encoding="utf-8"))
     write_result(f"compress_minutes_{machine_kind()}", CLAIM, minutes_of(record))

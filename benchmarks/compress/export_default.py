@@ -8,7 +8,6 @@ exported as it was trained; and, as the control, for the same steps without roun
 machine only.
 """
 
-import argparse
 import json
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine_kind, write_result
+from benchmarks.common import machine_kind, parser_of, write_result
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.export_run import export_run
@@ -214,11 +213,9 @@ def measure(run: Path, targets: str, threads: int | None, qat_steps: int, out: P
 
 def main() -> None:
     """Measure and write the result."""
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__, qat_steps=0, targets=",".join(ALL))
     parser.add_argument("run", type=Path)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--qat-steps", type=int, default=0)
-    parser.add_argument("--targets", default=",".join(ALL))
     parser.add_argument("--out", type=Path, help="folder of the artefacts; a temporary one is deleted at the end")
     args = parser.parse_args()
     if args.out is None:

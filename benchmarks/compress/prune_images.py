@@ -10,15 +10,15 @@ python -m benchmarks.compress.prune_images --work FOLDER [--teacher-steps 300] [
     [--fonts FOLDER [--glyph-steps 1200] [--glyph-recovery 1200] [--glyph-batch 32]]
 """
 
-import argparse
 import random
 import re
 import string
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from benchmarks.compress.prune_stages import Study
 from tilewright.compress.budget.held_out_rise import parameters, row_losses_of
 from tilewright.compress.prune.batch_norms import estimate_norms
@@ -94,7 +94,7 @@ def of_study(study: Study) -> dict[str, Any]:
     return found
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[str, Study]]:
+def cases(args: Namespace) -> Iterator[tuple[str, Study]]:
     """All splits of both sets."""
     for split in range(args.splits):
         folder = args.work / f"digits-{split}"
@@ -110,15 +110,11 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Study]]:
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(
+        __doc__, teacher_steps=300, steps=200, splits=5, glyph_steps=1200, glyph_recovery=1200, glyph_batch=BATCH
+    )
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--teacher-steps", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--fonts", type=Path, help="folder of matplotlib's .ttf files; without it no glyphs")
-    parser.add_argument("--glyph-steps", type=int, default=1200, help="of the run on glyphs")
-    parser.add_argument("--glyph-recovery", type=int, default=1200, help="steps of recovery and of controls, on glyphs")
-    parser.add_argument("--glyph-batch", type=int, default=BATCH, help="images of a step of it, and of what follows it")
     args = parser.parse_args()
     facts = {"teacher_steps": args.teacher_steps, "steps": args.steps, "share": SHARE, "net": NET, "size": SIZE}
     facts |= {"glyph_steps": args.glyph_steps, "glyph_batch": args.glyph_batch, "glyph_recovery": args.glyph_recovery}

@@ -11,7 +11,6 @@ python -m benchmarks.compress.search_predictions --work FOLDER [--seeds 1] [--st
     [--shape-steps 60] [--threads 1]
 """
 
-import argparse
 import random
 import statistics
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from benchmarks.compress.search_uniform import CONTEXT, NO_CHANGES, Study
 from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.compress.search.choose_shapes import ChosenShape
@@ -109,17 +108,12 @@ def ranks(study: Study) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, and write the result after each seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(
+        __doc__, recipe="cpu_10m", limits="token=80%", kinds=",".join(KINDS), threads=1, seeds=1, steps=600,
+        block_steps=60, shape_steps=60,
+    )  # fmt: skip
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--recipe", default="cpu_10m")
     parser.add_argument("--size", choices=("small", "recipe"), default="small")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--limits", default="token=80%")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--block-steps", type=int, default=60)
-    parser.add_argument("--shape-steps", type=int, default=60)
-    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     changes, context = (SMALL, SMALL_CONTEXT) if args.size == "small" else (NO_CHANGES, CONTEXT)
     seeds: dict[str, Any] = {}

@@ -16,9 +16,9 @@ python -m benchmarks.compress.search_uniform --work FOLDER [--steps 160] [--seed
 needs and no more, so that seeds can be trained side by side.
 """
 
-import argparse
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import write_result
+from benchmarks.common import parser_of, write_result
 from benchmarks.kept_rows import KeptCases
 from benchmarks.turns import in_turns
 from tilewright.cli.load_run import open_to_export
@@ -68,7 +68,7 @@ class Study:
     """
 
     def __init__(
-        self, args: argparse.Namespace, seed: int, changes: Mapping[str, Any] = NO_CHANGES, context: int = CONTEXT
+        self, args: Namespace, seed: int, changes: Mapping[str, Any] = NO_CHANGES, context: int = CONTEXT
     ) -> None:
         self.args, self.seed, self.folder = args, seed, args.work / f"seed-{seed}"
         self.source = open_to_export(self.trained("run", args.recipe, changes))
@@ -219,17 +219,12 @@ def of_seed(study: Study) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(
+        __doc__, recipe="cpu_10m", limits="token=50%", kinds=",".join(KINDS), threads=2, seeds=3, steps=160,
+        shape_steps=0, rounds=40,
+    )  # fmt: skip
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--recipe", default="cpu_10m")
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--limits", default="token=50%")
-    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--block-steps", type=int)
-    parser.add_argument("--shape-steps", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", type=int)
     args = parser.parse_args()
     if args.only is not None:

@@ -15,8 +15,8 @@ python -m benchmarks.compress.token_speed --work FOLDER [--turns 15] [--threads 
     [--targets onnx-int8,gguf-q4_0]
 """
 
-import argparse
 import multiprocessing
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine_kind, write_result
+from benchmarks.common import machine_kind, parser_of, write_result
 from benchmarks.compress.prune_stages import Study
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.budget.held_out_rise import parameters
@@ -128,7 +128,7 @@ def compared(seconds: Mapping[str, list[float]], read: Mapping[str, int]) -> dic
     return {"ratio": median(ratios), "ratios": ratios, **least, "fixed_s": fixed}
 
 
-def of_shape(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def of_shape(name: str, args: Namespace) -> Iterator[dict[str, Any]]:
     """What is known of the whole model and its cut after each runtime."""
     work = args.work / name
     study = Study.of_settings(work, 1, PLAIN | SHAPES[name] | {"run.threads": args.threads})
@@ -155,7 +155,7 @@ def of_shape(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def runtimes(
-    sources: Mapping[str, ExportSource], work: Path, args: argparse.Namespace
+    sources: Mapping[str, ExportSource], work: Path, args: Namespace
 ) -> Iterator[tuple[str, type[ConsumerSession], dict[str, Request]]]:
     """Each runtime and format with the artefacts of both models, which are written if they are not there."""
     for target in find_targets(args.targets, "--targets"):
@@ -181,12 +181,8 @@ def runtimes(
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, turns=15, threads=2, shapes="cpu_50m,default", targets=TARGETS)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shapes", default="cpu_50m,default")
-    parser.add_argument("--targets", default=TARGETS)
     args = parser.parse_args()
     facts = {"cut": CUT, "turns": args.turns, "tokens": TOKENS, "threads": args.threads}
     shapes: dict[str, Any] = {}

@@ -11,11 +11,10 @@ one stopped. The result is made of all runs with the same number of steps.
 python -m benchmarks.numerics.dpaa [--steps 400] [--seeds 3] [--cases stress calm]
 """
 
-import argparse
 import statistics
 from typing import Any
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, parser_of, write_result
 from benchmarks.kept_rows import KeptRows
 from benchmarks.numerics.outliers import plant_everywhere
 from tilewright.core.config.load import load_recipe
@@ -123,9 +122,7 @@ def summary(runs: dict[tuple[str, str, int], dict[str, Any]], steps: int) -> dic
 
 def main() -> None:
     """Make the runs that are missing, seed by seed, and write the result after each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = parser_of(__doc__, steps=400, seeds=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     args = parser.parse_args()
     data = prepare_data(load_recipe("cpu_10m", SHAPE, environ={}).recipe).fingerprint

@@ -10,14 +10,13 @@ measure launches of kernels.
 python -m benchmarks.numerics.muon_step [--rounds 15] [--tiny]
 """
 
-import argparse
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.common import Deadline, Stolen, machine_kind, restart_tuned, spread, write_result
+from benchmarks.common import Deadline, Stolen, machine_kind, parser_of, restart_tuned, spread, write_result
 from benchmarks.loops import token_batch
 from benchmarks.turns import ratio
 from tilewright.core.config.load import load_recipe
@@ -94,10 +93,7 @@ class Timed:
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
-    parser.add_argument("--seconds", type=float, help="no round is begun after that")
+    parser = parser_of(__doc__, tiny=True, seconds=True, rounds=15)
     args = parser.parse_args()
     rounds = min(args.rounds, 2) if args.tiny else args.rounds
     restart_tuned()

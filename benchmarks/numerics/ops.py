@@ -3,14 +3,13 @@
 python -m benchmarks.numerics.ops [--tiny]
 """
 
-import argparse
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
 from benchmarks.card.device_time import CudaClock, device_ms
-from benchmarks.common import Deadline, machine_kind, restart_tuned, spread, write_result
+from benchmarks.common import Deadline, machine_kind, parser_of, restart_tuned, spread, write_result
 from benchmarks.turns import in_turns, ratio
 from tests.ops.cases import AttentionCase
 from tilewright.core.hardware import detect_machine
@@ -96,9 +95,7 @@ def cross_entropy(num_tokens: int, dim: int, vocab: int, dtype: torch.dtype) -> 
 
 def main() -> None:
     """Run all cases and write the result, in the environment that `tilewright train` makes for itself."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
-    parser.add_argument("--seconds", type=float, help="no case is begun after that")
+    parser = parser_of(__doc__, tiny=True, seconds=True)
     args = parser.parse_args()
     restart_tuned()
     length, tokens, vocab = (64, 64, 512) if args.tiny else (512, 4096, 16384)

@@ -8,14 +8,13 @@ depends on the packages that are installed, and runs on different texts cannot b
 python -m benchmarks.numerics.quality [--steps 2000] [--rows 2] [--seeds 3] [--modes bf16_mixed fp8_tile 8bit ...]
 """
 
-import argparse
 import json
 import math
 import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.common import RESULTS, machine_kind, write_result
+from benchmarks.common import RESULTS, machine_kind, parser_of, write_result
 from benchmarks.kept_rows import KeptRows
 from benchmarks.run_command import TRAIN_ALONE, held_out_loss, train, train_command
 from tilewright.core.config.load import load_recipe
@@ -87,10 +86,7 @@ def _mean_and_error(gaps: list[float]) -> dict[str, float | None]:
 
 def main() -> None:
     """Make the runs that are missing, seed by seed, and write the result after each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = parser_of(__doc__, steps=2000, rows=2, seeds=3)
     parser.add_argument("--modes", nargs="+", choices=(*MODES, *STATES), default=MODES)
     args = parser.parse_args()
     data = prepare_data(load_recipe("cpu_10m", {}, environ={}).recipe).fingerprint

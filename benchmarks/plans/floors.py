@@ -14,13 +14,13 @@ from benchmarks.card.fp8_gpu import LAYERS, RATES, TOKENS, Products
 from benchmarks.card.loss_gpu import SHAPE as LOSS_SHAPE
 from benchmarks.card.memory_gpu import EIGHT_B, SLICED, floor
 from benchmarks.card.step_gpu import StepShape
-from benchmarks.common import keep_section
+from benchmarks.common import parser_of, with_section, write_pages
 from tilewright.core.config.load import load_recipe
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.flops import count_flops, count_parameters
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "h200.md"
-START, END = "<!-- floors: made by `python -m benchmarks.plans.floors` -->", "<!-- /floors -->"
+COMMAND = "python -m benchmarks.plans.floors"
 STEP_PARTS = {
     "linear_bf16_ms": "linear layers' GEMMs, BF16",
     "linear_fp8_ms": "linear layers' GEMMs, FP8",
@@ -101,18 +101,20 @@ def loss() -> list[str]:
     return [
         f"The curves of loss: {number / 1e9:.2f}B parameters, {tokens:,} tokens per step, at least {seconds:.2f} s per "
         f"step in BF16, so at most {240 / seconds:,.0f} steps in the four minutes of each curve.",
-        "",
     ]
 
 
-def tables() -> str:
+def tables() -> list[str]:
     """What stands between the marks."""
-    return "\n".join([START, "", *products(), *step(), *memory(), *loss(), END])
+    return [*products(), *step(), *memory(), *loss()]
 
 
 def main() -> None:
     """Rewrite the page's tables, or check them."""
-    keep_section(PAGE, START, END, tables(), "python -m benchmarks.plans.floors")
+    parser = parser_of(__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    write_pages({PAGE: with_section(PAGE.read_text(encoding="utf-8"), "floors", tables(), COMMAND)}, check, COMMAND)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ memory then.
 python -m benchmarks.plans.plan_measured [--rounds 8] [--only MODEL ...] [--device cuda] [--tiny]
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -46,7 +45,7 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 
-from benchmarks.common import Deadline, Stolen, machine_kind, watched_step, write_result
+from benchmarks.common import Deadline, Stolen, machine_kind, parser_of, watched_step, write_result
 from benchmarks.worker import TurnTaker, tell
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import tune_cpu_runtime
@@ -289,12 +288,9 @@ def errors(found: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """All cases, written as a model's end."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=8)
+    parser = parser_of(__doc__, tiny=True, seconds=True, rounds=8)
     parser.add_argument("--only", nargs="*", choices=tuple(MODELS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tiny", action="store_true", help="small models and one round; its numbers mean nothing")
-    parser.add_argument("--seconds", type=float, help="no model is begun after that, and no round but the first")
     parser.add_argument("--worker", type=json.loads)
     args = parser.parse_args()
     if args.worker is not None:

@@ -10,13 +10,12 @@ python -m benchmarks.runs.default_job --calibrate
 python -m benchmarks.runs.default_job [--rungs adamw default adamw:3e-3 ...] [--seeds 3]
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.common import RESULTS, Stolen, machine_kind, spread, write_result
+from benchmarks.common import RESULTS, Stolen, machine_kind, parser_of, spread, write_result
 from benchmarks.kept_rows import KeptRows
 from benchmarks.run_command import held_out, rows, step_rows, train_command
 from benchmarks.run_command import train as train_run
@@ -127,13 +126,9 @@ def text_of(summary: dict) -> str:
 
 def main() -> None:
     """Calibrate, or make the runs that are missing and write the result."""
-    parser = argparse.ArgumentParser(description=CLAIM)
+    parser = parser_of(__doc__, rounds=3, steps=25, seeds=3, threads=0)
     parser.add_argument("--calibrate", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=25, help="of a calibration run")
     parser.add_argument("--rungs", nargs="+", default=list(RUNGS), help="names of rungs, or RUNG:RATE")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0, help="of each run: 1 shares a busy machine better")
     args = parser.parse_args()
     if args.calibrate:
         calibrate(args.rounds, args.steps)

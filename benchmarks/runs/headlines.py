@@ -13,17 +13,17 @@ cap        eager rows in processes whose data segment may not grow beyond --cap 
 python -m benchmarks.runs.headlines [contest cap] [--rounds 5] [--modes eager compiled] [--only peer bits8] [--tiny]
 """
 
-import argparse
 import json
 import os
 import resource
 import subprocess
 import time
+from argparse import Namespace
 from typing import Any
 
 import psutil
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import machine_kind, parser_of, spread, write_result
 from benchmarks.rows.headline_rows import MICRO, PEERS, ROWS, ROWS_OF, SEQ, load_libraries, make_step, why_not
 from benchmarks.rows.headline_table import table
 from benchmarks.worker import RETURNS_FREED, Turns, TurnTaker, command_of, contest, take_turns
@@ -49,7 +49,7 @@ ALL = tuple(dict.fromkeys(name for rows in ROWS_OF.values() for name in rows))
 # ---- one row ----
 
 
-def worker(name: str, args: argparse.Namespace) -> None:
+def worker(name: str, args: Namespace) -> None:
     """Warm up, then take a step for each line on stdin; print seconds, bytes and loss of each."""
     from tilewright.memory.tracking.process_memory import HighWaterMark
 
@@ -75,7 +75,7 @@ def worker(name: str, args: argparse.Namespace) -> None:
     take_turns(turn, WARMUP)
 
 
-def arguments_of(name: str, mode: str, args: argparse.Namespace, cap: int = 0) -> list[str]:
+def arguments_of(name: str, mode: str, args: Namespace, cap: int = 0) -> list[str]:
     """Of a row's process."""
     return ["--worker", name, "--modes", mode, "--cap-bytes", str(cap), *(["--tiny"] * args.tiny)]
 
@@ -83,7 +83,7 @@ def arguments_of(name: str, mode: str, args: argparse.Namespace, cap: int = 0) -
 # ---- all rows ----
 
 
-def compared(mode: str, args: argparse.Namespace) -> dict[str, Any]:
+def compared(mode: str, args: Namespace) -> dict[str, Any]:
     """Steps in turns: seconds, peaks and losses by row, and pairs of rows."""
     names = [name for name in ROWS_OF[mode] if name in args.only]
     results: dict[str, Any] = {name: {"not_measured": reason} for name in names if (reason := why_not(name))}
@@ -121,7 +121,7 @@ def compare(one: list[dict[str, float]], other: list[dict[str, float]]) -> dict[
     }
 
 
-def capped(args: argparse.Namespace) -> dict[str, Any]:
+def capped(args: Namespace) -> dict[str, Any]:
     """Who finishes a few steps under a hard limit of the data segment; how the others end."""
     results: dict[str, Any] = {"limit_bytes": parse_bytes(args.cap), "steps": CAPPED_STEPS}
     for name in ROWS_OF["eager"]:
@@ -143,13 +143,10 @@ def capped(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the parts asked for, or one row."""
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__, tiny=True, rounds=5, cap_bytes=0)
     parser.add_argument("parts", nargs="*", default=["contest", "cap"])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--modes", nargs="*", choices=ROWS_OF, default=list(ROWS_OF))
     parser.add_argument("--cap", default="2GiB")
-    parser.add_argument("--cap-bytes", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
     parser.add_argument("--only", nargs="*", choices=ALL, default=list(ALL))
     parser.add_argument("--worker", choices=ALL)
     args = parser.parse_args()

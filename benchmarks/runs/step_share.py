@@ -65,11 +65,7 @@ def measured(size: str, model: str, mode: str, steps: int, threads: int) -> dict
 
 def main() -> None:
     """Measure, and write the result."""
-    parser = parser_of(__doc__, list(CASES))
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=0, help="0: one per core")
-    parser.add_argument("--tiny", action="store_true", help="a small model; its numbers mean nothing")
-    asked = parser.parse_args()
+    asked = parser_of(__doc__, list(CASES), tiny=True, steps=7, threads=0).parse_args()
     results: dict[str, Any] = {}
     for name in asked.cases:
         size, model, mode = CASES[name]

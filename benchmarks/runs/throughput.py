@@ -16,7 +16,6 @@ All take the same rows (no padding, one document a row), batch 8 x 512, vocabula
 python -m benchmarks.runs.throughput [--rounds 5] [--only CONTENDER ...] [--wide] [--tiny]
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common import Deadline, machine_kind, spread, write_result
+from benchmarks.common import Deadline, machine_kind, parser_of, spread, write_result
 from benchmarks.loops import hf_llama, hf_trainer, random_decoder, standard_executor
 from benchmarks.turns import ratio
 from benchmarks.worker import Turns, TurnTaker, contest, take_turns, tell
@@ -228,13 +227,10 @@ def start_all(names: Sequence[str], flags: Sequence[str]) -> dict[str, TurnTaker
 
 def main() -> None:
     """Run the contest, or one contender of it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = parser_of(__doc__, tiny=True, seconds=True, rounds=7)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--worker", choices=CONTENDERS)
     parser.add_argument("--wide", action="store_true", help="a model of 0.6B parameters, for a GPU")
-    parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
-    parser.add_argument("--seconds", type=float, help="rounds end by then")
     args = parser.parse_args()
     shape = TINY if args.tiny else WIDE if args.wide else Shape()
     if args.worker:

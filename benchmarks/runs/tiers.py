@@ -8,16 +8,16 @@ memory.
 python -m benchmarks.runs.tiers [--tiny] [--slice-mib 64] [--slices 8] [--compute-s 0.3] [--folder FOLDER]
 """
 
-import argparse
 import json
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import machine_kind, parser_of, spread, write_result
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.offload.bandwidth import measure_link
 from tilewright.memory.offload.flat_layout import placeholder
@@ -76,7 +76,7 @@ def run_pass(pool: OffloadPool | None, num_slices: int, work: Work, ahead: bool)
     return time.perf_counter() - started, pool.traffic.wait_s - waited if pool is not None else 0.0
 
 
-def measure_tier(tier: str, device: torch.device, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure_tier(tier: str, device: torch.device, folder: Path, args: Namespace) -> dict[str, Any]:
     """Rates and overlap of one tier."""
     slice_bytes = int(args.slice_mib * 2**20)
     rates = [measure_link(tier, device, folder=folder, slice_bytes=slice_bytes) for _ in range(ROUNDS)]
@@ -111,12 +111,8 @@ def measure_tier(tier: str, device: torch.device, folder: Path, args: argparse.N
 
 def main() -> None:
     """Measure both tiers, and write the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--slice-mib", type=float, default=64)
-    parser.add_argument("--slices", type=int, default=8)
-    parser.add_argument("--compute-s", type=float, default=0.3)
+    parser = parser_of(__doc__, tiny=True, slice_mib=64.0, slices=8, compute_s=0.3)
     parser.add_argument("--folder", help="of the disk tier; by default a temporary one")
-    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
         args.slice_mib, args.slices, args.compute_s = 1, 3, 0.01

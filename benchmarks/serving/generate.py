@@ -7,7 +7,6 @@ writes them too, with its own cache, from a folder of the same weights.
 python -m benchmarks.serving.generate [--tokens 512] [--turns 3] [--threads 1] [--device auto] [--transformers]
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Deadline, Stolen, machine_kind, spread, write_result
+from benchmarks.common import Deadline, Stolen, machine_kind, parser_of, spread, write_result
 from benchmarks.turns import ratio
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
@@ -57,13 +56,9 @@ def peer_of(model: Decoder, device: str) -> Callable[[torch.Tensor, int], tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = parser_of(__doc__, seconds=True, tokens=512, turns=3, threads=1)
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="cpu", help="auto: a GPU if there is one")
     parser.add_argument("--transformers", action="store_true", help="and transformers' own loop")
-    parser.add_argument("--seconds", type=float, help="no turn is begun after that")
     asked = parser.parse_args()
     deadline = Deadline(asked.seconds)
     device = detect_machine().device if asked.device == "auto" else asked.device

@@ -26,7 +26,7 @@ def test_the_pages_are_what_the_results_say():
         (pages.SECONDS, "shares", pages.share_table()),
     ):
         text = page.read_text(encoding="utf-8")
-        assert text == pages.with_section(text, name, lines), f"run `{pages.COMMAND}`"
+        assert text == pages.with_section(text, name, lines, pages.COMMAND), f"run `{pages.COMMAND}`"
 
 
 def test_a_changed_number_is_found():
