@@ -9,7 +9,15 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tests.draws import examples
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -50,6 +58,16 @@ def stream(micro=3, rank=0, world=1, prefetch=0, batch_size=STEP):
     return Stream(
         Rows(), seed=4, batch_size=batch_size, micro_batch_size=micro, rank=rank, world=world, prefetch=prefetch
     )
+
+
+class Answers(Rows):
+    """Rows that learn some of their tokens, one to all of them, and each third row none."""
+
+    def train_arrays(self, picks, seed):
+        arrays = super().train_arrays(picks, seed)
+        number = (1000 * picks.domain + picks.row)[:, None]
+        learned = np.where(number % 3 == 0, 0, 1 + number % LENGTH)
+        return arrays | {"labels": np.where(np.arange(LENGTH)[None] < learned, arrays["labels"], -100)}
 
 
 def ids(batches):
@@ -113,6 +131,46 @@ def test_a_state_before_a_step_that_was_read_ahead_has_the_moves_since(ahead, at
     other = stream()
     other.load_state_dict(state)
     assert [ids(other.next_step()) for _ in range(ahead + 60)] == taken[at:]
+
+
+@examples(12)
+@given(micro=st.integers(1, STEP), skip=st.integers(0, 20), world=st.integers(1, 2))
+def test_accumulated_gradients_are_those_of_the_whole_step(micro, skip, world):
+    """Of micro-batches with unequal numbers of targets, none included, on each rank. After a stop inside of a step,
+    too."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": LENGTH, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **shape)).double().eval()  # FP64 throughout
+
+    def gradients(loss):
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()))])
+
+    for rank in range(world):
+
+        def made(micro, rank=rank):
+            return Stream(Answers(), seed=4, batch_size=STEP, micro_batch_size=micro, rank=rank, world=world)
+
+        loader = StreamLoader(made(micro))
+        for _ in zip(range(skip), loader, strict=False):
+            pass
+        state, whole, steps = loader.state_dict(), made(STEP), loader.steps.stream.state_dict()["step"]
+        loader = StreamLoader(made(micro))
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(steps):
+            (rows,) = whole.next_step()
+        if state["given"] == 0:
+            (rows,) = whole.next_step()
+        found, given = torch.zeros(()), state["given"] * micro
+        for batch in loader:
+            row = language_model_row(*(batch[name] for name in ("input_ids", "positions", "labels")))
+            found = found + gradients(model(**row, num_items_in_batch=loader.step_targets, use_cache=False).loss)
+            if loader.step_ends:
+                break
+        logits = model(input_ids=rows["input_ids"], position_ids=rows["positions"], use_cache=False).logits
+        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows["labels"], reduction="none")
+        expected = gradients(each[given:].sum() / rows["labels"].ne(-100).sum())
+        bound = torch.finfo(torch.float32).eps * LENGTH * expected.abs().max()  # transformers takes the loss in FP32
+        torch.testing.assert_close(found, expected, rtol=0, atol=float(bound))
 
 
 # ---- accelerate ----

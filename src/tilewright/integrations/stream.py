@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tilewright.core.errors import ConfigError
+from tilewright.data.batches.microbatches import count_targets
 from tilewright.data.batches.stream import Stream
 from tilewright.data.batches.tensors import Batch
 
@@ -75,6 +76,9 @@ class StreamLoader:
         self.steps = StreamSteps(stream)
         self.step_ends = True
         """True where the micro-batch that was given last is the last one of its optimizer step."""
+        self.step_targets = 0
+        """Targets (labels that are not -100) on this rank in the whole step of the micro-batch that was given last. The
+        gradient of a step's mean loss is the sum over its micro-batches of that of `loss_sum / step_targets`."""
         self._batches: list[Batch] = []
         self._given = 0
 
@@ -82,7 +86,7 @@ class StreamLoader:
         """Iterate over a stream's loader from where the last iteration, or a loaded state, has come to."""
         while True:
             if self._given == len(self._batches):
-                self._batches, self._given = self.steps.take(), 0
+                self._take(given=0)
             self._given += 1
             self.step_ends = self._given == len(self._batches)
             yield self._batches[self._given - 1]
@@ -108,7 +112,13 @@ class StreamLoader:
         self.steps.load(state["stream"])
         self._batches, self._given, self.step_ends = [], 0, True
         if state["given"]:
-            self._batches, self._given, self.step_ends = self.steps.take(), state["given"], False
+            self._take(given=state["given"])
+            self.step_ends = False
+
+    def _take(self, given: int) -> None:
+        """Take the next step's micro-batches from the stream of a loader, of which some were given before."""
+        self._batches, self._given = self.steps.take(), given
+        self.step_targets = count_targets(self._batches)
 
 
 class StreamRows(IterableDataset[dict[str, Tensor]]):
