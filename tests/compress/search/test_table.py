@@ -8,9 +8,10 @@ import torch
 
 from tests.models.shapes import MIXED, SHAPES, make_decoder
 from tilewright.compress.budget.call_seconds import Seconds, measure
-from tilewright.compress.search.library.layer_parts import PartPlace, places
+from tilewright.compress.search.library.layer_parts import PARTS, PartPlace, joined, places
 from tilewright.compress.search.library.replacement_choices import choices_at
 from tilewright.compress.search.search_settings import KINDS, MEASURES
+from tilewright.compress.search.table import latency_table
 from tilewright.compress.search.table.choice_costs import costs_of, measured_costs, rest_of, shape_key
 from tilewright.compress.search.table.latency import Latency, model_latency, part_latency
 
@@ -106,3 +107,42 @@ def test_a_model_is_timed_with_its_cache_and_left_as_it_was():
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert shape_key(model.config, PartPlace(0, "ffn"), model.config.shape) == "ffn 96"
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "own_gqa", "gqa_moe"])
+def test_layers_cost_what_they_take_whichever_parts_they_have(name, monkeypatch):
+    """On a machine where a layer takes one call and what its parts add: each shape of a layer is predicted exactly, but
+    one that is left out, which is counted as a call."""
+    config = (SHAPES | MIXED)[name]
+
+    def seconds(shape):
+        return 1.0 + 0.25 * shape.num_heads + 0.5 * shape.num_kv_heads + shape.sliding_window / 8 + shape.ffn_dim / 64
+
+    def part_latency(config, layer, shape, kernels, **others):
+        found = Seconds(seconds(shape), 0.0, True)
+        return Latency(found, found), 0
+
+    monkeypatch.setattr(latency_table, "part_latency", part_latency)
+    rows, said = {}, []
+    choices = {place: choices_at(config, place, KINDS) for place in places(config)}
+
+    def measure_again():
+        return latency_table.measure_table(
+            config, None, choices, rows, stack_bytes=0, context=8, clock=None,
+            is_known=lambda row: row is not None, report=lambda key, latency: said.append(key),
+        )  # fmt: skip
+
+    assert measure_again()
+    assert sorted(said) == sorted(rows)
+    assert not measure_again()
+    for layer, shape in enumerate(config.shapes):
+        if not (shape.num_heads and shape.ffn_dim):
+            continue
+        attention, ffn = (choices[PartPlace(layer, part)] for part in PARTS)
+        for one, other in itertools.product(attention, ffn):
+            costs = (
+                costs_of(config, PartPlace(layer, part), choice, rows, 8)["token"]
+                for part, choice in zip(PARTS, (one, other), strict=True)
+            )
+            whole = joined(one.shape, other.shape)
+            assert sum(costs) == pytest.approx(1.0 if whole is None else seconds(whole)), (one.name, other.name)

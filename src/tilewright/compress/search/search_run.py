@@ -33,8 +33,9 @@ from tilewright.compress.search.library.train_replacements import TrainedPart, k
 from tilewright.compress.search.recipe_file import recipe_text
 from tilewright.compress.search.search_seconds import SearchWork, stage_seconds
 from tilewright.compress.search.search_settings import IN_WORDS, LayerSearchSettings
-from tilewright.compress.search.table.choice_costs import Costs, costs_of, measured_costs, rest_of, shape_key
-from tilewright.compress.search.table.latency import Latency, model_latency, part_latency
+from tilewright.compress.search.table.choice_costs import Costs, costs_of, measured_costs, rest_of
+from tilewright.compress.search.table.latency import Latency, model_latency
+from tilewright.compress.search.table.latency_table import measure_table
 from tilewright.compress.search.trained_shape import ShapeTrainer, shape_name
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import ConfigError, FitError
@@ -254,23 +255,17 @@ class LayerSearch:
             latency, cache = model_latency(self.model, self.settings.context, self._clock)
             found["run"] = self._said("the run", latency).to_json() | {"cache": cache}
             self._write()
-        parts = found.setdefault("parts", {})
-        size = sum(param.numel() * param.element_size() for param in self.model.blocks.parameters())
-        seen: set[str] = set()
-        for place, choice in self._all():
-            if choice.shape is None:
-                continue
-            key = shape_key(self.config, place, choice.shape)
-            if key in seen or self._is_known(parts.get(key)):
-                continue
-            seen.add(key)
-            latency, cache = part_latency(
-                self.config, place.layer, choice.shape, self.model.kernels, stack_bytes=size,
-                context=self.settings.context, clock=self._clock,
-            )  # fmt: skip
-            parts[key] = self._said(key, latency).to_json() | {"cache": cache}
+
+        def report(key: str, latency: Latency) -> None:
+            self._said(key, latency)
             self._write()
-        if seen:  # the machine may have changed meanwhile
+
+        measured = measure_table(
+            self.config, self.model.kernels, self.choices, found.setdefault("parts", {}),
+            stack_bytes=sum(param.numel() * param.element_size() for param in self.model.blocks.parameters()),
+            context=self.settings.context, clock=self._clock, is_known=self._is_known, report=report,
+        )  # fmt: skip
+        if measured:  # the machine may have changed meanwhile
             later, cache = model_latency(self.model, self.settings.context, self._clock)
             both = Latency.from_json(found["run"]).beside(later)
             found["run"] = self._said("the run, before and after the table", both).to_json() | {"cache": cache}

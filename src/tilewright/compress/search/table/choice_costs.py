@@ -14,7 +14,9 @@ from tilewright.models.decoder.flops import count_flops, layer_parameters
 
 Costs = Mapping[str, float]
 """By measure, see `search_settings.MEASURES`."""
-NOTHING: Costs = dict.fromkeys(MEASURES, 0.0)
+NOTHING = dict.fromkeys(MEASURES, 0.0)
+CALL = "a layer's call"
+"""Row of the latency table: what a layer takes beside what its parts add."""
 _OF_FFN = ("ffn_dim", "expert_dim", "shared_dim")
 
 
@@ -51,18 +53,20 @@ def costs_of(
         context: length of the rows that FLOPs are counted for.
     """
     if choice.shape is None:
-        return NOTHING
+        return NOTHING | (_seconds(table[CALL]) if place.part == "ffn" and CALL in table else {})
     row = table[shape_key(config, place, choice.shape)]
-    latency = Latency.from_json(row)
     one = config_of(config, place.layer, choice.shape)
     flops = count_flops(one, context)
-    return {
-        "token": latency.token.least,
-        "prefill": latency.prefill.least,
+    return _seconds(row) | {
         "flops": float(flops.layers[place.layer] + flops.attention[place.layer]),
         "parameters": float(layer_parameters(one, place.layer)),
         "cache": float(row["cache"]),
     }
+
+
+def _seconds(row: Mapping[str, Any]) -> dict[str, float]:
+    latency = Latency.from_json(row)
+    return {"token": latency.token.least, "prefill": latency.prefill.least}
 
 
 def measured_costs(model: Any, latency: Latency, cache: int, context: int) -> Costs:

@@ -53,6 +53,16 @@ class Latency:
         """Combine two latency measurements of one thing: see `Seconds.beside`."""
         return Latency(self.prefill.beside(later.prefill), self.token.beside(later.token))
 
+    def less(self, other: "Latency") -> "Latency":
+        """The latency that one thing has more than another, at least none; as steady as both."""
+        pairs = (self.prefill, other.prefill), (self.token, other.token)
+        return Latency(
+            *(
+                Seconds(max(0.0, mine.least - its.least), max(mine.spread, its.spread), mine.steady and its.steady)
+                for mine, its in pairs
+            )
+        )
+
     @property
     def steady(self) -> bool:
         """True if both seconds of a latency are steady."""
