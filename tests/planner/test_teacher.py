@@ -99,7 +99,7 @@ def test_bytes_of_the_loss_are_those_that_are_alive(mode, chunk_rows, divergence
         )
     ]
     gradient = 4 * words * width  # of the head: the plan has it with the gradients
-    planned = costs.loss_bytes(beside(models[1], models[0], divergence), tokens, chunk) + gradient
+    planned = costs.loss_bytes(beside(models[1], models[0], divergence), tokens, chunk, on_cpu=True) + gradient
     print(f"{planned=:.0f}, counted {counted.peak}")
     assert counted.peak == pytest.approx(planned, rel=0.15)
 
@@ -132,7 +132,7 @@ def test_bytes_of_a_loss_from_kept_tokens_are_those_that_are_alive(loss, chunk_r
     shape = Planner(recipe := make_recipe(model={"dim": width, "num_heads": 2}, precision={"mode": mode}), words,
                     make_machine(), make_rates()).shape(recipe)  # fmt: skip
     taught = replace(shape, teacher=TeacherShape(shape, 0.0, 0.0, temperature=temperature, top_k=top_k))
-    planned = costs.loss_bytes(taught, tokens, chunk) + 4 * words * width
+    planned = costs.loss_bytes(taught, tokens, chunk, on_cpu=True) + 4 * words * width
     print(f"{planned=:.0f}, counted {counted.peak}")
     assert counted.peak == pytest.approx(planned, rel=0.15)
 

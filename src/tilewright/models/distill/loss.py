@@ -3,8 +3,9 @@
 loss = (1 - weight) * cross-entropy + weight * T^2 * divergence(teacher, student), both at temperature T (Hinton et al.,
 "Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets; see `divergences`. Logits are
 made and freed by chunks of rows, forward and backward, for teacher and student alike. Where tokens of the
-teacher were kept (`kept_tokens`), the batch has these and no logits of the teacher are made. Like pairs of preferences,
-what the loss needs travels with the batch, so each executor computes it.
+teacher were kept (`kept_tokens`), the batch has these, no logits of the teacher are made, and the student's once:
+gradients are made with the loss (`chunks`). Like pairs of preferences, what the loss needs travels with the batch, so
+each executor computes it.
 
 Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary
 K tokens that are kept  G = K + 1 logarithms.
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.models.base.output_head import IGNORED_LABEL, head_loss, whole_operands
 from tilewright.models.base.protocols import LossOutput
+from tilewright.models.distill.chunks import rows_at_once, summed_in_chunks
 from tilewright.models.distill.divergences import DIVERGENCES, Teaching, divergences
 from tilewright.models.distill.kept_loss import kept_loss
 from tilewright.ops.base.labels import check_labels, summed_and_each
@@ -69,9 +71,9 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
     check_labels(labels_N, x_ND.shape[0], weight_VD.shape[0])
     temperature, weight, place = batch[HOW].tolist()
     how = Teaching(temperature, weight, DIVERGENCES[int(place)])
-    rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
     if TOKENS in batch:
-        return _from_tokens(x_ND.split(rows), weight_VD, labels_N.split(rows), batch, how)
+        return _from_tokens(x_ND, weight_VD, labels_N, batch, how, kernels.loss_chunk_bytes)
+    rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
     hidden_NE = batch[HIDDEN].flatten(0, 1)
     parts = [
         checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], how, use_reentrant=False)
@@ -95,36 +97,25 @@ def _output(
 
 
 def _from_tokens(
-    x: Sequence[Tensor],
+    x_ND: Tensor,
     weight_VD: Tensor,
-    labels: Sequence[Tensor],
+    labels_N: Tensor,
     batch: Mapping[str, Tensor],
     how: Teaching,
+    chunk_bytes: int,
 ) -> LossOutput:
-    """Distillation loss from tokens of the teacher that were kept; inputs and labels in chunks."""
-    rows = len(labels[0]) if labels else 1
-    tokens, logs = (batch[name].flatten(0, 1).split(rows) for name in (TOKENS, LOGS))
-    # A single chunk is what may be alive: its gradient is kept until backward, and nothing is made twice.
-    once = _token_chunk if len(labels) == 1 else partial(checkpoint, _token_chunk, use_reentrant=False)
-    parts = [
-        once(x_CD, weight_VD, labels_C, ids_CK, theirs_CG, how)
-        for x_CD, labels_C, ids_CK, theirs_CG in zip(x, labels, tokens, logs, strict=True)
-    ]
-    each = [each_C2 for _, each_C2 in parts]
-    loss_sum = torch.stack([part for part, _ in parts]).sum()
-    return _output(loss_sum, torch.cat(each).sum(0), each, batch, how.weight)
+    """Distillation loss from tokens of the teacher that were kept."""
+    of_rows = labels_N, batch[TOKENS].flatten(0, 1), batch[LOGS].flatten(0, 1)
+    rows = rows_at_once(*weight_VD.shape, chunk_bytes, on_cpu=x_ND.is_cpu)
+    loss_sum, each_N2 = summed_in_chunks(partial(_token_chunk, how=how), x_ND, weight_VD, of_rows, rows)
+    return _output(loss_sum, each_N2.sum(0), [each_N2], batch, how.weight)
 
 
 def _token_chunk(
-    x_CD: Tensor,
-    weight_VD: Tensor,
-    labels_C: Tensor,
-    ids_CK: Tensor,
-    theirs_CG: Tensor,
-    how: Teaching,
+    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, ids_CK: Tensor, theirs_CG: Tensor, how: Teaching
 ) -> tuple[Tensor, Tensor]:
     ignored_C1 = (labels_C == IGNORED_LABEL)[:, None]  # whose logits may overflow
-    logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill(ignored_C1, 0.0)
+    logits_CV = machines_linear(x_CD, weight_VD).float().masked_fill_(ignored_C1, 0.0)
     return kept_loss(logits_CV, labels_C, ids_CK, theirs_CG, how)
 
 

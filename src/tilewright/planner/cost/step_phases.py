@@ -72,7 +72,7 @@ class FixedBytes:
             chunk = chunk_rows(tokens, row, setting.loss_chunk_bytes) * row
             loss = chunk_bytes(machine, shape.loss_compiled, shape.logit_bytes, chunk) + shape.logit_bytes * head
             if shape.teacher is not None:
-                loss = loss_bytes(shape, tokens, setting.loss_chunk_bytes)
+                loss = loss_bytes(shape, tokens, setting.loss_chunk_bytes, on_cpu=machine.device == "cpu")
             evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_chunk_bytes)
             frozen = recipe.lora.rank and not recipe.lora.modules_to_save  # under adapters alone
             gradient = 0.0 if frozen else 4.0 * head

@@ -2,14 +2,15 @@
 
 Its weights and last hidden values are there all the time. It runs forward on all micro-batches before the student runs
 on the first; nothing is kept for backward. The loss takes logits of both (`models.distill.loss`), chunk by chunk, each
-chunk made twice: in forward, and again in backward. With a cache it hands on some of its tokens, and a single chunk
-of the student's logits is made once; where the cache has all rows of the run it is not there at all. Of several ranks
+chunk made twice: in forward, and again in backward. With a cache it hands on some of its tokens, and the student's
+logits are made once (in FP16 twice); where the cache has all rows of the run it is not there at all. Of several ranks
 each has the whole teacher and exchanges nothing for it; in a row (`parallel.pp`) each has some of its layers, and
 passes all micro-batches through these.
 """
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import LayerMemory
+from tilewright.models.distill.chunks import rows_at_once
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links
 from tilewright.planner.cost.layer_cost import forward_s
 from tilewright.planner.machine.ceilings import Ceilings
@@ -26,9 +27,9 @@ three more with the middle of two distributions)."""
 TOP_K_CHUNKS, TOP_K_SCALED_CHUNKS = 2.0, 4.0
 """The same of a loss from tokens that were kept (counted: 1.9 to 2.1 at temperature one, 3.9 to 4.0 at others)."""
 TOP_K_AGAIN = 2.0
-"""More chunks where there are several, each of which is made again in backward (counted: 1.6 to 2.2)."""
-TOP_K_LOSSES = 1.4
-"""Times the eager loss, as below (measured in pairs: 1.37)."""
+"""More chunks where each of several is made again in backward, as in FP16 (counted: 1.6 to 2.2)."""
+TOP_K_LOSSES, TOP_K_SCALED_LOSSES = 0.8, 1.9
+"""Times the eager loss, as below, at temperature one and at others (measured in pairs on a CPU: 0.75 and 1.85)."""
 LOSSES = 2.5
 """Times the eager FP32 loss of a student without a teacher, matmuls left out (measured on a busy CPU: 1.8 to 4.0 with
 300 and 4,000 words; larger vocabularies were not)."""
@@ -52,12 +53,15 @@ def forward_bytes(shape: ModelShape, rows: int) -> float:
     return ALIVE * (1 + model.spread) * layer
 
 
-def loss_bytes(shape: ModelShape, tokens: int, chunk_bytes: int) -> float:
+def loss_bytes(shape: ModelShape, tokens: int, chunk_bytes: int, *, on_cpu: bool) -> float:
     """The bytes of a loss on logits of both at its busiest chunk of a micro-batch: logits and distributions in FP32, a
     gradient of the student's head, and a 16-bit copy of that where matmuls are in 16 bits."""
     row = FP32 * shape.vocab_size
-    chunk = min(tokens, max(1, chunk_bytes // row)) * row
-    several = chunk < tokens * row
+    rows = max(1, chunk_bytes // row)
+    if shape.teacher is not None and shape.teacher.top_k:
+        rows = rows_at_once(shape.vocab_size, shape.dim, chunk_bytes, on_cpu=on_cpu)
+    chunk = min(tokens, rows) * row
+    several = chunk < tokens * row and shape.matmul_format == "fp16"
     copies = 2 if shape.matmul_bytes < FP32 else 1
     return _chunks(shape.teacher, several) * chunk + copies * shape.matmul_bytes * shape.vocab_size * shape.dim
 
@@ -96,18 +100,20 @@ def head_parts_s(shape: ModelShape, setting: GlobalConfig, rates: Ceilings) -> d
     logits, times = tokens * shape.vocab_size, setting.num_micro * _losses(setting)
     loss = loss_s(logits, shape.loss_compiled, fmt, rates)
     if shape.teacher is not None:
-        times_plain = TOP_K_LOSSES if shape.teacher.top_k else LOSSES
+        of_kept = TOP_K_LOSSES if shape.teacher.temperature == 1 else TOP_K_SCALED_LOSSES
+        times_plain = of_kept if shape.teacher.top_k else LOSSES
         loss = times_plain * loss_s(logits, False, "fp32", rates)
     return {"head": times * head_s(tokens, shape.dim, shape.vocab_size, fmt, rates), "loss": times * loss}
 
 
 def _logits_s(shape: ModelShape, tokens: int, loss_chunk_bytes: int, rates: Ceilings) -> float:
     """Seconds of both passes of the teacher's head, and one more of the student's. From kept tokens the student's
-    alone, where there is more than one chunk."""
+    alone, where several chunks are made again."""
     assert shape.teacher is not None
     ours = _head_s(shape, tokens, shape.dim, rates)
     if shape.teacher.top_k:
-        return ours if tokens * FP32 * shape.vocab_size > loss_chunk_bytes else 0.0
+        again = shape.matmul_format == "fp16" and tokens * FP32 * shape.vocab_size > loss_chunk_bytes
+        return ours if again else 0.0
     return 2 * _head_s(shape, tokens, shape.teacher.model.dim, rates) + ours
 
 
