@@ -47,7 +47,7 @@ def here(tmp_path, monkeypatch) -> Path:
 def test_build_then_inspect(here, capsys):
     assert run(["data", "build", "--processes", "1"]) == 0
     told = capsys.readouterr().out
-    assert "60 of 68 documents" in told
+    assert "60 of 67 documents" in told
     assert "3 exact duplicates" not in told
     assert "2 exact duplicates and 1 near-copies dropped" in told
     assert "tilewright train --data.source data" in told

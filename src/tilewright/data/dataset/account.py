@@ -16,7 +16,7 @@ from tilewright.data.common.records import Rejected, rejected
 from tilewright.data.sources.documents import Part, Source, printable
 
 LIMIT = "max_bytes reached"
-NO_DOMAIN = "not in data.domains"
+NO_DOMAIN = "not in the wanted domains"
 DUPLICATE = "exact duplicate"
 BLANK = "blank record"
 TOO_SMALL = "domain too small to hold a part out"
@@ -54,13 +54,17 @@ class Account:
         self._documents: dict[str, list[int]] = {}  # reason: documents, bytes
         self.notes: dict[str, int] = {}
         for reject in source.rejects:
-            self._file_reason.setdefault(_shown(reject.path), _shown(reject.rule))
-            self._list(reject)
-            self._files.setdefault(reject.path, reject.num_bytes)
+            self.refuse_file(reject)
         found: dict[str, int] = {}
         for record in self.records.values():
             found[record.file] = found.get(record.file, 0) + record.size
         self._files = found | self._files
+
+    def refuse_file(self, reject: Rejected) -> None:
+        """List a file that is refused as a whole; no document of it is counted."""
+        self._file_reason.setdefault(_shown(reject.path), _shown(reject.rule))
+        self._files.setdefault(reject.path, reject.num_bytes)
+        self._list(reject)
 
     def open(self, part: Part) -> PartRecord:
         """Note in the account that a part of the source is being read; returns the part's record."""
@@ -99,7 +103,12 @@ class Account:
     def use_files(self, files: Collection[str]) -> None:
         """Count files as used that have no parts."""
         for file in files:
-            self.records[-1 - len(self.records)] = PartRecord("", file, self._files[file], 1, 0, True)
+            self.add_part(PartRecord("", file, self._files[file], 1, 0, True))
+
+    def add_part(self, record: PartRecord) -> PartRecord:
+        """Add a part to the account that the source does not list, of one of its `files`."""
+        self.records[-1 - len(self.records)] = record
+        return record
 
     def note(self, text: str) -> None:
         """Count a change to a document that is used."""

@@ -15,6 +15,7 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.records import Rejected
+from tilewright.data.dataset.account import LIMIT, NO_DOMAIN
 from tilewright.data.engine.build_settings import ReadSection
 from tilewright.data.readers.file_kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
@@ -62,11 +63,9 @@ class Listing:
 
     shards: list[list[Item]] = field(default_factory=list)
     rejects: list[Rejected] = field(default_factory=list)
-    found_files: int = 0
     found_bytes: int = 0
-    left_files: int = 0
-    left_bytes: int = 0
-    """What `max_bytes` and `domains` leave out."""
+    left: list[tuple[str, int, str]] = field(default_factory=list)
+    """Name and bytes of files, or of ranges of them, that are left out, and why."""
 
     def keys(self, shard: int) -> list[dict[str, Any]]:
         """Keys that identify the content of a shard of the build's files."""
@@ -80,7 +79,7 @@ class Listing:
         """Facts of a build's files: all that the account of a build takes from a listing."""
         files = [[item.domain, item.name, item.size] for shard in self.shards for item in shard]
         rejects = [[r.path, r.rule, str(r.value), r.domain, r.count, r.num_bytes] for r in self.rejects]
-        return [files, rejects, self.found_bytes, self.left_files, self.left_bytes]
+        return [files, rejects, self.found_bytes, self.left]
 
 
 def list_inputs(read: ReadSection, installed: Source | None = None, contents: Contents | None = None) -> Listing:
@@ -96,7 +95,6 @@ def list_inputs(read: ReadSection, installed: Source | None = None, contents: Co
     """
     listing = Listing()
     items = list(_items(read, listing, installed, contents or Contents()))
-    listing.found_files = len({item.name for item in items}) + len(listing.rejects)
     listing.found_bytes = sum(item.size for item in items) + sum(reject.num_bytes for reject in listing.rejects)
     domains = sorted({item.domain for item in items})
     unknown = sorted(set(read.domains) - set(domains))
@@ -111,9 +109,12 @@ def list_inputs(read: ReadSection, installed: Source | None = None, contents: Co
     wanted = {name: [i for i in items if i.domain == name] for name in read.domains or domains}
     chosen = _within(wanted, read) if read.max_bytes else wanted
     taken = [item for name in chosen for item in chosen[name]]
-    listing.left_bytes = sum(item.size for item in items) - sum(item.size for item in taken)
-    names = {item.name for item in taken}
-    listing.left_files = len({item.name for item in items} - names)
+    kept = {(item.domain, item.name, item.start) for item in taken}
+    listing.left = [
+        (item.name, item.size, LIMIT if item.domain in wanted else NO_DOMAIN)
+        for item in items
+        if (item.domain, item.name, item.start) not in kept
+    ]
     for name in sorted(chosen):
         listing.shards += _shards(chosen[name], read.shard_bytes)
     if not listing.shards:
@@ -259,7 +260,7 @@ def _shards(items: list[Item], shard_bytes: int) -> Iterator[list[Item]]:
 def _nothing(read: ReadSection, listing: Listing) -> DataError:
     reasons = [f"{r.path}: {r.rule}{'; ' + str(r.value) if r.value else ''}" for r in listing.rejects[:5]]
     better = ""
-    if listing.found_bytes and read.max_bytes and listing.left_files:
+    if listing.found_bytes and read.max_bytes and listing.left:
         better = "read.max_bytes = 0   (no limit)"
     got = "\n".join(reasons) or (f"files larger than max_bytes = {read.max_bytes}" if read.max_bytes else "no files")
     return BUILD.unusable(", ".join(read.sources.values()) or read.source, got, better)

@@ -8,25 +8,26 @@ context, `*.trained.npy`; `documents.parquet` (one row per run of tokens, traini
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import xxhash
 
 from tilewright.data.common.npy_writer import NpyWriter
+from tilewright.data.common.records import rejected
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.data.dataset.account import TYPES, file_type, most_bytes
+from tilewright.data.dataset.account import TYPES, Account, PartRecord, listed
 from tilewright.data.dataset.compressors import compressor_bits
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_files import Listing
 from tilewright.data.engine.declared_inputs import Every, Folders, FoundValue, Only, StageInput, one_unit
 from tilewright.data.engine.record_tables import REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.engine.stage import BuildStage
+from tilewright.data.sources.documents import Source
 from tilewright.data.stages.chat.render import EXAMPLE, RENDERINGS, ChatFacts
 from tilewright.data.stages.copies.exact_copies import shard_of
 from tilewright.data.stages.encode import SPLIT_NAMES
@@ -42,7 +43,6 @@ DOCUMENT_COLUMNS = (
 _OF_RENDERINGS = ("trained", "first", "document")
 _COPY = 1 << 20  # numbers that are copied at once
 _COMPRESSED_BYTES = 4 << 20  # of a domain's held-out text that is compressed: xz takes 11 times that in memory
-_MOST_LISTED = 1000  # rejects of one rule in rejects.jsonl; all of them are in the Parquet files
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,11 @@ def assemble(index: int, settings: SimpleNamespace, folder: Path, **inputs: Any)
         for number, one in enumerate(filled):
             shutil.copyfile(one, folder / "records" / f"{name}-{number:05}-of-{len(filled):05}.parquet")
     tensors = publish_media(done.media, folder / "media") if len(done.media) else {}
-    refused = _rejects(done, folder / "rejects", tokens / "rejects.jsonl")
-    summary = _summary(done, refused, tokens) | {"tensors": tensors}
+    account = _account(done.listing)
+    _rejects(done, folder / "rejects", account)
+    summary = _summary(done, account, tokens) | {"tensors": tensors}
+    with (tokens / "rejects.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(listed(r), ensure_ascii=False) + "\n" for r in account.whole.rows())
     (tokens / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
     return {"docs": summary["docs"], "tokens": summary["tokens"], "bytes": summary["bytes"]}
 
@@ -130,62 +133,74 @@ def place(row: Mapping[str, Any]) -> str:
 
 
 @dataclass
-class _Refused:
-    """Rejects by rule: files, documents, bytes of each, and examples of where."""
+class _Account:
+    """The account of a dataset by file: what of each is used and refused; and how much was dropped in each domain."""
 
-    reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
-    types: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Files and bytes of each type that is not read."""
-    by_domain: Counter[str] = field(default_factory=Counter)
+    whole: Account
+    files: dict[str, PartRecord]
+    """Of all that is read, by name."""
+    dropped: Counter[str]
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        suffix = file_type(row["rule"]) or (row["value"] if row["rule"] == TYPES else "")
-        if suffix:
-            of_type = self.types.setdefault(suffix, {"files": 0, "file_bytes": 0})
-            of_type["files"] += row["count"]
-            of_type["file_bytes"] += row["num_bytes"]
-        self.by_domain[row["domain"]] += row["count"]
-        entry = self.entry(TYPES if suffix else row["rule"])
-        kind = ("files", "file_bytes") if row["stage"] == "list" else ("documents", "text_bytes")
-        entry[kind[0]] += row["count"]
-        entry[kind[1]] += row["num_bytes"]
-        if len(entry["examples"]) < 3 and row["path"] not in entry["examples"]:
-            entry["examples"].append(row["path"])
+    def refuse(self, row: Mapping[str, Any]) -> None:
+        """Count a row of `REJECTS` that a stage wrote of something in a file, or of the file itself."""
+        is_file = row["rule"] == TYPES and not row["part"]
+        rule = f"file type {row['value']} is not read" if is_file else row["rule"]
+        example = row["excerpt"] if row["id"] else row["value"]
+        reject = rejected(row["path"], rule, example, count=row["count"], num_bytes=row["num_bytes"])
+        self.dropped[row["domain"]] += row["count"]
+        if is_file:
+            self.whole.refuse_file(reject)
+        else:
+            self.whole.refuse(self.files[row["path"]], reject)
 
-    def entry(self, reason: str) -> dict[str, Any]:
-        empty = {"files": 0, "file_bytes": 0, "documents": 0, "text_bytes": 0, "examples": []}
-        return self.reasons.setdefault(reason, empty)
+    def use(self, batch: Mapping[str, list[Any]], known: set[str] | None) -> None:
+        """Count runs of the dataset, windows of a record as one.
+
+        Args:
+            batch: columns of `RUNS`.
+            known: ids of records that were counted; None: media, whose text is not trained on.
+        """
+        names = ("id", "path", "chunk", "id" if known is None else "bytes")
+        for one, path, chunk, size in zip(*(batch[name] for name in names), strict=True):
+            record = self.files[path]
+            record.documents += chunk == 0 and one not in (known or ())
+            record.text_bytes += 0 if known is None else size
 
 
-def _rejects(done: Finished, out: Path, lines: Path) -> _Refused:
-    """Rejects in the dataset: copy those of each shard into one Parquet file, and list them by rule."""
-    refused = _Refused()
-    listed: Counter[str] = Counter()
+def _account(listing: Listing) -> _Account:
+    """The account of a dataset before anything of its files is counted."""
+    parts: Counter[tuple[str, str]] = Counter()
+    for item in (item for items in listing.shards for item in items):
+        parts[item.name, ""] += item.size
+    for name, size, why in listing.left:
+        parts[name, why] += size
+    sizes: Counter[str] = Counter()
+    for (name, _), size in parts.items():
+        sizes[name] += size
+    account = _Account(Account(Source("", "", (), tuple(listing.rejects), sizes)), {}, Counter())
+    for (name, why), size in parts.items():
+        record = account.whole.add_part(PartRecord("", name, size, opened=True, reason=why))
+        if not why:
+            account.files[name] = record
+    for reject in listing.rejects:
+        account.dropped[reject.domain] += reject.count
+    return account
+
+
+def _rejects(done: Finished, out: Path, account: _Account) -> None:
+    """Rejects in the dataset: copy those of each shard into one Parquet file, and count them."""
     out.mkdir()
-    with lines.open("w", encoding="utf-8") as file:
-        for shard, folders in enumerate([None, *zip(*done.rejects, strict=True)]):
-            source = _listed(done.listing) if folders is None else (r for f in folders for r in _rows_of(f))
-            with TableWriter(out / f"{shard:05}.parquet", REJECTS) as writer:
-                for row in source:
-                    writer.append(row)
-                    refused.add(row)
-                    listed[row["rule"]] += 1
-                    if listed[row["rule"]] <= _MOST_LISTED:
-                        example = row["excerpt"] if row["id"] else row["value"]
-                        one = {"where": row["path"], "reason": row["rule"], "count": row["count"], "example": example}
-                        file.write(json.dumps(one | {"num_bytes": row["num_bytes"]}, ensure_ascii=False) + "\n")
-    return refused
+    with TableWriter(out / "00000.parquet", REJECTS) as writer:
+        for reject in done.listing.rejects:
+            writer.append(reject_row(reject))
+    for shard, folders in enumerate(zip(*done.rejects, strict=True), 1):
+        with TableWriter(out / f"{shard:05}.parquet", REJECTS) as writer:
+            for row in (row for folder in folders for row in rows(folder / "rejects.parquet")):
+                writer.append(row)
+                account.refuse(row)
 
 
-def _listed(listing: Listing) -> Iterator[dict[str, Any]]:
-    return map(reject_row, listing.rejects)
-
-
-def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
-    return rows(folder / "rejects.parquet")
-
-
-def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
+def _summary(done: Finished, account: _Account, tokens: Path) -> dict[str, Any]:
     """Summary of the dataset: counts over it and by domain, with the keys that every kind of prepared text has.
 
     `domains` has those with tokens, which training tells apart; `records` has all: records by modality, and how many
@@ -193,7 +208,6 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
     """
     by_domain: dict[str, Counter[str]] = {}
     kinds: dict[str, Counter[str]] = {}
-    used: set[int] = set()
     held: dict[str, bytearray] = {}
     columns = ["id", "domain", "modality", "path", "chunk", "bytes", "tokens", "trained" if done.chat else "text"]
     split_notes = json.loads((done.split / "split.json").read_bytes())
@@ -206,7 +220,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
             for _, batch in batches(one / f"{split}.parquet", columns):
                 _count(by_domain, split, batch)
                 _count_kinds(kinds, batch, twice)
-                used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
+                account.use(batch, twice)
                 if split == "holdout" and not done.chat:  # renderings are no text that is compressed
                     _take(held, batch)
     media = 0
@@ -214,30 +228,10 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         for _, batch in batches(one / "media.parquet", ("id", "domain", "modality", "path", "chunk")):
             media += len(batch["path"])
             _count_kinds(kinds, batch, set())
-            used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
+            account.use(batch, None)
     total = sum(by_domain.values(), Counter())
-    files = {item.name: 0 for items in done.listing.shards for item in items}
-    for item in (item for items in done.listing.shards for item in items):
-        files[item.name] += item.size
-    idle = [name for name in files if xxhash.xxh3_64_intdigest(name.encode()) not in used]
-    if idle:
-        entry = refused.entry("file of which no record stays")
-        entry["files"], entry["file_bytes"] = len(idle), sum(files[name] for name in idle)
-        entry["examples"] = idle[:3]
-    if done.listing.left_bytes:
-        entry = refused.entry("left out by max_bytes or domains")
-        entry["files"], entry["file_bytes"] = done.listing.left_files, done.listing.left_bytes
-    read = {
-        "files": len(files) - len(idle),
-        "file_bytes": sum(files.values()) - sum(files[name] for name in idle),
-        "documents": sum(sum(of_domain.values()) for of_domain in kinds.values()),
-        "text_bytes": total["bytes"],
-    }
-    lost = {name: sum(reason[name] for reason in refused.reasons.values()) for name in read}
-    sizes = {name: (-reason["file_bytes"] - reason["text_bytes"], name) for name, reason in refused.reasons.items()}
-    reasons = sorted(refused.reasons, key=lambda name: sizes[name])
-    every = set(done.listing.domains()) | set(refused.by_domain)
-    records = {n: dict(sorted(kinds.get(n, {}).items())) | {"dropped": refused.by_domain[n]} for n in sorted(every)}
+    every = set(done.listing.domains()) | set(account.dropped)
+    records = {n: dict(sorted(kinds.get(n, {}).items())) | {"dropped": account.dropped[n]} for n in sorted(every)}
     domains: dict[str, Any] = {}
     more = ("trained_tokens",) if done.chat else ()
     shown = ("docs", "bytes", "tokens", "holdout_docs", "holdout_tokens", *more)
@@ -256,9 +250,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         "vocab_size": load_tokenizer(tokens / "tokenizer").vocab_size,
         "duplicates": done.duplicates["exact"],
         "near_duplicates": done.duplicates["near"],
-        "read": {k: {"found": read[k] + lost[k], "used": read[k], "refused": lost[k]} for k in read},
-        "refused": {r: refused.reasons[r] | {"examples": ", ".join(refused.reasons[r]["examples"])} for r in reasons},
-        "file_types_not_read": most_bytes(refused.types, "types"),
+        **account.whole.summary(),
         "changed": dict(done.changed),
         "notes": split_notes["notes"],
         "domains": domains,
@@ -328,7 +320,7 @@ def _copies(c: Context, i: int) -> dict[str, int]:
 
 
 DATASET_STAGE = BuildStage(
-    *("dataset", "joining the dataset", 5, one_unit, assemble),
+    *("dataset", "joining the dataset", 6, one_unit, assemble),
     inputs={
         "listing": ListedFiles(),
         "media": Every("media", media_shards, told=True),

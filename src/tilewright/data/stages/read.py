@@ -160,8 +160,8 @@ def _cut(record: Record, max_chars: int) -> Items:
     try:
         data = record.text.encode()
     except UnicodeEncodeError as error:
-        why = error.reason
-        yield Rejected(record.path, record.part, STAGE, "half a Unicode surrogate pair", why, "", "", record.domain)
+        place = (record.path, record.part, STAGE, "half a Unicode surrogate pair", error.reason, "", "", record.domain)
+        yield Rejected(*place, 1, len(record.text.encode("utf-8", "surrogatepass")))
         return
     exact = len(data) == record.stop - record.start  # the text is the file's bytes, so pieces have their own places
     at = record.start
@@ -181,7 +181,7 @@ def _id(record: Record, part: str, start: int, data: bytes) -> str:
 
 
 READ = BuildStage(
-    *("read", "reading files", 5, per_shard, read_shard),
+    *("read", "reading files", 6, per_shard, read_shard),
     ("read.text_field", "read.max_chars", "read.suffixes", "limits", "media"),
     {"files": ShardFiles(), "format": AddedSetting("chat.format")},
 )
