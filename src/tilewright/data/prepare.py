@@ -212,7 +212,7 @@ def _tokenizer_digest(path: str) -> str:
 
 
 def _in_own_process(domains: list[str], **rest: Any) -> dict[str, float]:
-    """Prepare in a process of its own: the seconds of the phases there."""
+    """Prepare the data in a process of its own; returns the seconds of its phases there."""
     prepared = prepare(domains=tuple(domains), processes=len(os.sched_getaffinity(0)), **rest)
     return prepared.summary.get("seconds", {})
 

@@ -36,8 +36,7 @@ def build_rows(
     *,
     progress: ProgressBar,
 ) -> None:
-    """Build rows: pack both splits of an encoded `corpus` into ones of one length, domain by domain, and write the
-    tables.
+    """Pack both splits of an encoded `corpus` into rows of one length, domain by domain, and write the tables.
 
     Args:
         folder: gets the files.
@@ -122,8 +121,7 @@ def pack_groups(
     groups: list[Group],
     seq_len: int,
 ) -> tuple[Packing, RowRanges, dict[str, list[int]]]:
-    """Build rows by groups: one packing of all domains, each in rows of its own; the row range of each domain, and the
-    rows of its groups.
+    """Pack all domains, each into rows of its own; returns the row range of each domain, and the rows of its groups.
 
     Args:
         place: packs the documents of a group: `pack`, or `alone`.

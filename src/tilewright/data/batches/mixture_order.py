@@ -30,8 +30,8 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Picks:
-    """The samples that are drawn: index, domain (index), epoch and row inside the domain of each. int64 arrays of one
-    length."""
+    """The samples that a mixture draws: index, domain (index), epoch and row inside the domain of each. int64 arrays of
+    one length."""
 
     sample: np.ndarray
     domain: np.ndarray
@@ -73,7 +73,7 @@ def without(weights: Mapping[str, float], away: Collection[str], num_rows: Mappi
 
 
 def shares_of(weights: Sequence[float]) -> np.ndarray:
-    """Shares of a mixture: for each domain its share of what the domains before it leave, in units of 2^-32, uint64.
+    """The share of each domain of what the domains before it leave, in units of 2^-32, uint64.
 
     Example:
         >>> (shares_of([1, 1, 2]) / 2**32).round(4).tolist()
@@ -111,8 +111,8 @@ def apportion(shares: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Order by permutation: image of `index` under a permutation of range(size) that `key` names; arrays of one length,
-    index < size.
+    """Permute range(size) by a permutation that `key` names: the image of each `index`; arrays of one length, index <
+    size.
 
     A Feistel network over the next even number of bits; results outside the range go through it again.
 
@@ -139,8 +139,8 @@ class RowOrder(Protocol):
     """The order in which rows of a domain come in a mixture."""
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The order of rows in a mixture: the row of each domain (its place in the mixture) that comes as number
-        `index` of an epoch: of all indices each row once. int64 arrays of one length."""
+        """The row of each domain (its place in the mixture) that comes as number `index` of an epoch: of all indices
+        each row once. int64 arrays of one length."""
         ...
 
 
@@ -155,7 +155,7 @@ class WholeDomains:
         self._num_rows = np.array(list(num_rows), np.int64)
 
     def rows(self, seed: int, domain: np.ndarray, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The order of rows in a mixture of whole domains: see `RowOrder`."""
+        """The rows of whole domains in a mixture's order: see `RowOrder`."""
         return permute(index, self._num_rows[domain], hash64(seed, 2, domain, epoch))
 
 
@@ -172,7 +172,7 @@ class MixtureStage:
 
 
 class Mixture:
-    """Which row of which domain is sample i: a mixture over domains of `num_rows` rows each.
+    """A mixture over domains of `num_rows` rows each: which row of which domain sample i is.
 
     Args:
         seed: order of the rows.

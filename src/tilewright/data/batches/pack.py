@@ -81,7 +81,7 @@ def alone(starts: np.ndarray, lengths: np.ndarray, most: int) -> Packing:
 
 
 def _best_fit(lengths: list[int], row_length: int) -> tuple[np.ndarray, int]:
-    """Pack by best fit: row of each length (descending): the fullest row that it still fits into, else a new one.
+    """Pack lengths (descending) by best fit: each goes into the fullest row that it still fits into, else a new one.
 
     Rows wait on a stack for each count of free positions; an integer's bits say which stacks are not empty, so the
     smallest sufficient one is the lowest bit at or above the length.

@@ -73,12 +73,12 @@ class SumsOfRanks:
         self._mine = DomainSums(self.stream.domains)
 
     def phase(self, name: str) -> None:
-        """Sums of ranks in another phase: a checkpoint has those of all."""
+        """Sum over all ranks when a run enters the phase of a checkpoint, which has the sums of all."""
         if name == "save":
             self.gather()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the ranks' sums for a checkpoint: losses by domain that no row of metrics has yet."""
+        """The ranks' sums for a checkpoint: losses by domain that no row of metrics has yet."""
         return {"all": self._all.state_dict(), "mine": self._mine.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

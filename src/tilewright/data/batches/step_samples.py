@@ -56,13 +56,14 @@ class FarRows(Protocol):
         ...
 
     def follow(self, mixture: Mixture, sample: int) -> None:
-        """Follow a step's samples: the next one begins with this sample of this mixture: read ahead from there."""
+        """Tell the reader that the next step begins with this sample of this mixture, so that it reads ahead from
+        there."""
         ...
 
 
 @runtime_checkable
 class GatheredRows(Protocol):
-    """A further method of rows that lie in memory: a call for them costs as much as some dozens of them do."""
+    """Rows in memory that several calls gather at once: a call for them costs as much as some dozens of them do."""
 
     @property
     def rows_per_call(self) -> int:
@@ -218,7 +219,7 @@ class RowSteps:
         return steps
 
     def skip(self, mixture: Mixture, start: int, steps: int, size: int) -> int:
-        """The first sample behind some steps of rows: steps of one size have one number of samples."""
+        """The first sample after some steps of rows: steps of one size have one number of samples."""
         return mixture.behind(start, steps * size)
 
 
@@ -243,8 +244,8 @@ class DocumentSteps:
         self._mean = max(1.0, tokens_there / max(1, documents))
 
     def weights(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Weights of samples for steps of documents: users weigh tokens; a document has more of them in one domain than
-        in another."""
+        """Convert weights of tokens to weights of samples for steps of documents: a document has more tokens in one
+        domain than in another."""
         rows, tokens = self._prepared.num_rows, self._prepared.num_tokens
         return {name: weight * rows[name] / tokens[name] if weight else weight for name, weight in weights.items()}
 

@@ -117,7 +117,7 @@ class Stream:
         return self._cut.weights(check_weights(weights, tuple(self._prepared.num_rows)))
 
     def next_step(self) -> list[Batch]:
-        """The stream's next step: this rank's micro-batches; as many on every rank.
+        """Return this rank's micro-batches of the next step; every rank has as many.
 
         A rank with fewer rows than the others is filled up with a row that has no targets.
         """
@@ -144,8 +144,7 @@ class Stream:
         return isinstance(self._cut, DocumentSteps)
 
     def assign_with(self, assign: Assign) -> None:
-        """Assign documents of the stream: let `assign` say, from the next step on, which micro-batch of which rank gets
-        each document.
+        """Let `assign` choose, from the next step on, which micro-batch of which rank gets each document.
 
         Call it on every rank after the same step, with functions that give the same. What was made ahead is thrown away
         and made again.
@@ -354,8 +353,8 @@ class Stream:
             self._log.append(size_row(self._size))
 
     def explain(self, sample: int) -> dict[str, Any]:
-        """Explain a sample of the stream: domain, epoch, row and the documents in it. Of a stage that is over the log
-        tells.
+        """Explain a sample of the stream: domain, epoch, row and the documents in it. For a stage that is over, the log
+        says it.
 
         Raises:
             DataError: that is not at hand.

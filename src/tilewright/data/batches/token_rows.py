@@ -40,7 +40,7 @@ class TextRows:
     trained: np.ndarray | None = None
 
     def gather(self, rows_B: np.ndarray) -> dict[str, np.ndarray]:
-        """Gather a batch of token rows: input_ids, labels, positions int64 [B, S] and segments int32 [B, S].
+        """Gather token rows as a batch: input_ids, labels, positions int64 [B, S] and segments int32 [B, S].
 
         Padding has input 0, label `IGNORE`, position 0, segment -1. Positions restart at 0 in every piece.
         """
@@ -103,7 +103,7 @@ class TextRows:
 
 
 def laid_out(name: str, values: np.ndarray, used_B: np.ndarray, length: int) -> np.ndarray:
-    """Token rows laid out: values, given behind each other, as a padded batch [B, S].
+    """Arrange values of token rows, one after the other, as a padded batch [B, S].
 
     Args:
         name: of the batch array, which decides dtype and filling.

@@ -244,8 +244,8 @@ def _question(row: Mapping[str, Any]) -> str:
 
 
 def _history(row: Mapping[str, Any]) -> list[Row]:
-    """Alpaca's earlier turns in a chat row: pairs of a question and its answer, which is trained too (as LLaMA-Factory
-    does)."""
+    """Read Alpaca's earlier turns from a row: pairs of a question and its answer, which is trained too (as
+    LLaMA-Factory does)."""
     turns = parsed(row.get("history")) or []
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         raise ChatError("history that is no list of questions and answers")
@@ -293,7 +293,7 @@ def _prompt(row: Mapping[str, Any]) -> list[Row]:
 
 
 def _messages(value: Any, role: str) -> list[Row]:
-    """The messages of a chat row: a list, or one of `role` whose text this is."""
+    """Read the messages of a chat row: a list, or one message of `role` whose text this is."""
     listed = parsed(value)
     if isinstance(listed, list) and (not isinstance(value, str) or all(_is_message(item) for item in listed)):
         return read_messages(listed)

@@ -109,7 +109,7 @@ def is_trained(message: Mapping[str, Any]) -> bool:
 
 
 def parsed(value: Any) -> Any:
-    """A part of a message parsed: the list or object that it has as JSON text; anything else as it is."""
+    """Parse a part of a message: the list or object that it has as JSON text; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

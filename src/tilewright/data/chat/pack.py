@@ -108,7 +108,7 @@ def pack_chat(
 
 
 def _in_pairs(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packing:
-    """Packed pairs of conversations: two pieces in each row."""
+    """Pack pairs of conversations: two pieces in each row."""
     return Packing(starts, lengths.astype(np.int32), np.arange(0, len(starts) + 1, 2))
 
 

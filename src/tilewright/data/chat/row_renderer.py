@@ -48,8 +48,8 @@ class RowRenderer:
         self._heavy, self._spared = 0, Spared()
 
     def render(self, rows: Sequence[Row]) -> Iterator[Rendered | DataError]:
-        """Render rows of conversations: the samples of each, of preferences with two, or the reason why it cannot be
-        used.
+        """Render rows of conversations: yields the samples of each row (two for preferences), or the reason why it
+        cannot be used.
 
         Args:
             rows: as `chat_rows.read_row` finds them.
@@ -91,8 +91,7 @@ class RowRenderer:
 
 
 def example_of(samples: Sequence[ChatSample]) -> dict[str, Any]:
-    """An example of rendered conversations: the text of the sample of middle length, and the ranges of it that are
-    trained; {} where there is none."""
+    """The text of the rendered sample of middle length, and the ranges of it that are trained; {} if there is none."""
     if not samples:
         return {}
     order = np.argsort([len(sample.ids_T) for sample in samples], kind="stable")

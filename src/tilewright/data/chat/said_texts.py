@@ -24,7 +24,7 @@ _OF_SCHEMA = ("type", "required", "$schema", "title", "format", "strict")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A text of a conversation: of which field, of which message (its number and role), and whether it may be lost."""
+    """One text of a conversation: its field, its message (number and role), and whether the template may lose it."""
 
     text: str
     field: str
@@ -52,7 +52,7 @@ class RenderedText:
 
 
 def lost(leaves: Sequence[Leaf], text: RenderedText) -> list[Leaf]:
-    """Said texts that are lost: leaves, all of one rendering, that the text holds less often than they occur."""
+    """Find texts that a rendering has lost: those that it holds less often than they occur in the conversation."""
     said = Counter(leaf.text.strip() for leaf in leaves)
     short = {bare for bare, count in said.items() if not text.has(bare, count)}
     return [leaf for leaf in leaves if leaf.text.strip() in short]

@@ -246,8 +246,8 @@ def _raise(message: str) -> None:
 
 
 def split_marks(text: str) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
-    """Split the sandbox's marks from a rendered conversation: it without them, and the character ranges in it that the
-    two pairs enclosed.
+    """Remove the sandbox's marks from a rendered conversation; returns the text, and the character ranges that the two
+    pairs enclosed.
 
     Returns:
         The text, ranges of `{% generation %}` blocks, ranges of control tokens that are text.

@@ -10,7 +10,7 @@ from tilewright.data.chat.errors import ChatError
 
 @dataclass(frozen=True)
 class TemplateArguments:
-    """The arguments of a chat template beside the messages: tools and variables.
+    """The arguments of a chat template besides the messages: tools and variables.
 
     Args:
         tools: descriptions of functions that the model may call, as OpenAI writes them.

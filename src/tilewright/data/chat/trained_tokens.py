@@ -87,7 +87,7 @@ class Talk:
 
     @cached_property
     def weighed(self) -> list[int]:
-        """Numbers of the messages whose tokens are trained: answers of the assistant."""
+        """The numbers of the messages whose tokens are trained: answers of the assistant."""
         return [i for i, message in enumerate(self.messages) if i >= self.first and is_trained(message)]
 
     def asked(self, chat: ChatTemplate) -> list[TextsWanted]:
@@ -105,7 +105,7 @@ class Talk:
 
     @property
     def without_tools(self) -> TemplateArguments:
-        """A talk without tools: variables beside the messages."""
+        """The same conversation without tools: variables beside the messages."""
         return TemplateArguments((), self.given.variables)
 
 
@@ -265,7 +265,7 @@ class _Rendering:
 
 
 def _sample(rendering: _Rendering, answers: Sequence[Sequence[tuple[int, int]]]) -> ChatSample:
-    """A sample: a rendering in which answers, by the ranges of each, have trained tokens."""
+    """Make a sample of a rendering in which answers, by the ranges of each, have trained tokens."""
     spans = [span for answer in answers for span in answer]
     first_T, last_T = rendering.columns
     trained_T = np.zeros(len(rendering.ids), bool)

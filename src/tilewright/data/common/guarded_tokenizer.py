@@ -101,7 +101,7 @@ class Reader(Protocol):
 
 
 def reader_of(backend: tokenizers.Tokenizer, ranked: RankedBpe | None = None) -> Reader:
-    """The reader of a guarded tokenizer: in this process where its patterns are `PROVEN`, else in one of its own.
+    """Choose where a tokenizer encodes: in this process if its patterns are `PROVEN`, else in one of its own.
 
     Args:
         backend: not to be changed from now on.
@@ -118,7 +118,7 @@ def reader_of(backend: tokenizers.Tokenizer, ranked: RankedBpe | None = None) ->
 
 
 def why_not_proven(state: Any) -> str | None:
-    """Why a tokenizer is guarded: the first pattern in a part of a tokenizer.json that is none of `PROVEN`, or a text
+    """Explain why a tokenizer needs a guard: the first pattern of its tokenizer.json that is not in `PROVEN`, or a text
     that grows; None: neither."""
     found = list(_replacements([state]))
     unknown = next((regex for regex, _ in found if regex is not None and regex not in PROVEN), None)
@@ -129,8 +129,8 @@ def why_not_proven(state: Any) -> str | None:
 
 
 def _replacements(state: dict[str, Any] | list[Any]) -> Iterator[tuple[str | None, float]]:
-    """The replacements of a guarded tokenizer: the pattern of each part that has one, None where it is a text; and how
-    much longer what it finds becomes."""
+    """The replacements in a tokenizer.json: the pattern of each part that has one, None where it is a text; and how
+    much longer the replaced text becomes."""
     if isinstance(state, dict):
         pattern, content = state.get("pattern"), state.get("content", "")
         if isinstance(pattern, dict):
@@ -202,7 +202,7 @@ class Direct:
             return [Encoded(one.ids, one.offsets) for one in found]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids by a tokenizer that needs no guard: see `Reader`."""
+        """Decode ids by a tokenizer that needs no guard: see `Reader`."""
         with failures_told("Tokenizer fails on token ids"):
             return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -218,7 +218,7 @@ class Limited:
         return self._encoded([text], special, True)[0]
 
     def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts by a guarded tokenizer's process: see `Reader`."""
+        """Encode many texts to ids by a guarded tokenizer's process: see `Reader`."""
         return [found.ids for found in self._encoded(texts, False, False)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
@@ -226,7 +226,7 @@ class Limited:
         return self._encoded(texts, False, True)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids by a guarded tokenizer's process: see `Reader`."""
+        """Decode ids by a guarded tokenizer's process: see `Reader`."""
         return self._call(16 * len(ids), ids=[int(i) for i in ids], skip=skip_special)["text"]
 
     def _encoded(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Encoded]:
@@ -316,7 +316,7 @@ def _loaded(given: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _answers() -> Any:
-    """The work of the guarded tokenizer's process: encodes `texts`, or decodes `ids`."""
+    """Answer requests in the guarded tokenizer's process: encode `texts`, or decode `ids`."""
     kept = Kept(_loaded, _KEPT)
 
     def answer(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -339,8 +339,8 @@ def _answers() -> Any:
 
 
 def encode_piece(reader: Reader, text: str, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode a piece by the guarded tokenizer: ids and ranges. One `within` a text gets no mark of a text's beginning:
-    it is encoded after a line end, whose ids are then taken away (as transformers does)."""
+    """Encode a piece of text by the guarded tokenizer: ids and ranges. A piece `within` a text gets no mark of a text's
+    beginning: it is encoded after a line end, whose ids are then taken away (as transformers does)."""
     if within:
         line = reader.encode("\n")
         found = reader.encode("\n" + text)

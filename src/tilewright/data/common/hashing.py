@@ -9,7 +9,8 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """Hashing's mix: SplitMix64's step (Steele, Lea, Flood 2014): a bijection of uint64 that spreads every bit.
+    """Mix the bits of uint64 numbers by SplitMix64's step (Steele, Lea, Flood 2014): a bijection that spreads every
+    bit.
 
     Example:
         >>> hex(int(mix64(np.array([0], np.uint64))[0]))

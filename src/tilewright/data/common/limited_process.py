@@ -186,7 +186,7 @@ class Kept:
 
 
 def serve(answer: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
-    """Serve requests in the limited process: answer one a line until the input ends."""
+    """Serve requests in the limited process: one answer per line until the input ends."""
     warnings.simplefilter("ignore")
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     for line in sys.stdin.buffer:

@@ -49,12 +49,12 @@ class ProgressBar:
         log.info("%s: %s", self._title, name)
 
     def _words(self) -> str:
-        """Progress in words: the present work, and how much of it is done."""
+        """Describe the progress in words: the present work, and how much of it is done."""
         share = f", {self._done / self._total:.0%}" if self._total else ""
         return f"{self._title}: {self._name}{share}" if self._name else ""
 
     def advance(self, amount: float) -> None:
-        """Advance the progress bar: count so many units of the phase as done."""
+        """Count `amount` units of the present phase as done, on the progress bar."""
         self._done += amount
         if self._bar and self._task is not None:
             self._bar.advance(self._task, amount)

@@ -45,7 +45,7 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Place of a record: file and part, for a person to find it again."""
+        """The place of a record, file and part, for a person to find it again."""
         return f"{self.path}, {self.part}" if self.part else self.path
 
 
@@ -88,5 +88,5 @@ def text_of(path: str, text: str, part: str = "") -> Record:
 def rejected(
     path: str, rule: str, value: float | str = "", *, part: str = "", count: int = 1, num_bytes: int = 0
 ) -> Rejected:
-    """A record's counterpart, the reject of a reader that knows no more than this."""
+    """Make the reject of a file or a part of it, for a reader that knows no more than these facts."""
     return Rejected(path, part, "read", rule, value, "", count=count, num_bytes=num_bytes)

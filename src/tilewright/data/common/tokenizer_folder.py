@@ -28,8 +28,8 @@ _OTHER_FORMATS = ("*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken
 
 
 def declared_tokens(folder: Path) -> dict[str, str | int]:
-    """Tokens declared in a tokenizer's folder: role (`bos_token`, ...) -> the token's text, or its id, as the files of
-    `folder` name it.
+    """The tokens that the files of a tokenizer's folder declare: role (`bos_token`, ...) -> the token's text, or its
+    id.
 
     Raises:
         DataError: one of the files is not a JSON object.
@@ -46,8 +46,7 @@ def declared_tokens(folder: Path) -> dict[str, str | int]:
 
 
 def declared_stops(folder: Path) -> tuple[int, ...]:
-    """Stops declared in a tokenizer's folder: ids at which transformers' `generate` ends a text of the model in
-    `folder`; empty where nothing says so.
+    """The ids at which transformers' `generate` ends a text of the model in `folder`; empty if no file declares any.
 
     They are the `eos_token_id`, one or a list, of generation_config.json; where there is no such file, of config.json.
 
@@ -102,8 +101,7 @@ def _stops_in(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """The tokenizer's files of a folder: those that decide what `load_tokenizer(path)` gives, those that are there; the
-    tokenizer.json first."""
+    """The files of a folder that decide what `load_tokenizer(path)` returns, the tokenizer.json first."""
     file = path / TOKENIZER if path.is_dir() else path
     return [found for found in (file, *(file.with_name(name) for name in _FILES)) if found.is_file()]
 

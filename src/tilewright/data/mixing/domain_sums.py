@@ -45,8 +45,7 @@ class DomainSums:
         np.add.at(self.counts[2], domain_R[(domain_R >= 0) & ~good_R], 1)
 
     def means(self) -> dict[str, float]:
-        """Means from the sums by domain: loss of each that had targets, in nats; not a number where a row's loss was
-        none."""
+        """The mean loss of each domain that had targets, in nats; not a number if a row's loss was none."""
         units, targets, bad = self.counts.tolist()
         found = zip(self.domains, units, targets, bad, strict=True)
         return {name: unit / _UNITS / count if not b else float("nan") for name, unit, count, b in found if count or b}

@@ -13,7 +13,7 @@ class Static:
     turn = 1
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide static weights of the domains: see `MixPolicy`."""
+        """Decide to keep the weights of the domains as they are: see `MixPolicy`."""
         return MixDecision()
 
     def state_dict(self) -> dict[str, Any]:

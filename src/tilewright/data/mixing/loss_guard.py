@@ -51,7 +51,7 @@ class PplGuard:
         self._trained: dict[str, list[float]] = {name: [] for name in base}
 
     def decide(self, seen: MixEvaluation) -> MixDecision:
-        """Decide the weights of the domains by the perplexity guard: see `MixPolicy`."""
+        """Raise the weights of domains whose held-out loss rises: see `MixPolicy`."""
         told, refused, before = list[str](), list[Refusal](), dict(self._ratio)
         for name, domain in seen.domains.items():
             if domain.trained is not None:
@@ -82,7 +82,7 @@ class PplGuard:
             told.append(f"{name}: held-out loss rose by {rise:.3f} nats, weight times {self.boost:g}")
 
     def _recover(self, name: str, told: list[str]) -> None:
-        """Recover by the guard without a rise for long enough: one step back."""
+        """Take one step back towards the given weights, after a domain has been without a rise for long enough."""
         self._quiet[name] += 1
         if self._ratio[name] > 1 and self._quiet[name] >= self.calm:
             self._quiet[name] = 0
@@ -112,7 +112,7 @@ class PplGuard:
 
 
 def overfitted(rise: float, trained: Sequence[float], epochs: float, patience: int) -> str | None:
-    """The guard's finding of overfitting: why a rise of the held-out loss is none of what was forgotten; None: it is.
+    """Explain why a rise of the held-out loss is overfitting and not forgetting; None: it is forgetting.
 
     What was forgotten is as new to the training loss. A domain that has been repeated is asked for more: its training
     loss must have risen by half of what the held-out loss did.

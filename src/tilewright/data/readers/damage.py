@@ -20,7 +20,7 @@ PARSER_ERRORS = (
 
 
 def damage_of(error: BaseException) -> str:
-    """The damage of a file: the message of a parser's error on it, in one line.
+    """The message of a parser's error on a damaged file, in one line.
 
     Raises:
         OSError, MemoryError: it speaks of this machine, or of a file that cannot be read.
@@ -30,7 +30,7 @@ def damage_of(error: BaseException) -> str:
 
 
 def only_damage(error: BaseException) -> None:
-    """Let only damage pass: raise an error of the system again that is no damage. Memory is the document's limit in the
+    """Raise an error of this machine again, and let errors of damaged files pass. Memory is the document's limit in the
     parser's process."""
     if isinstance(error, OSError):
         check_damage(error)

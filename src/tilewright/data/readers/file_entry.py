@@ -48,8 +48,7 @@ class Entry:
 
     @property
     def folders(self) -> int:
-        """Folders of a file's entry: how many up from the file, its own included, are in the source, two at most; 0 in
-        an archive."""
+        """Count the folders of a file's path that are in the source, its own included, two at most; 0 in an archive."""
         return 0 if self.part else min(2, 1 + self.name.count("/"))
 
     def join(self, part: str) -> str:

@@ -19,7 +19,7 @@ from tilewright.data.readers.text import html_and_pdf, notebooks_and_books
 
 @lru_cache(maxsize=1)
 def parser_process(pid: int) -> LimitedProcess:
-    """The parser's worker: the process of the process `pid`, which must be the caller's: after a fork, the child gets
+    """The process that parses documents for the process `pid`, which must be the caller: after a fork, the child gets
     one of its own.
 
     Its requests: "kind" html, notebook, docx, epub or pdf, and the arguments of the function in `parse` or `packed`.

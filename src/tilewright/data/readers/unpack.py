@@ -80,7 +80,7 @@ def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
 
 
 def unpack_zip(entry: Entry) -> Iterator[Group | Rejected]:
-    """Unpack a zip: the members in the order of their names."""
+    """Unpack a zip: yields the members in the order of their names."""
     size = entry.path.stat().st_size
     num = _zip_members(entry.path, size)
     if num > entry.limits.members:
@@ -126,7 +126,7 @@ def _zip_members(path: Path, size: int) -> int:
 
 
 def unpack_tar(entry: Entry) -> Iterator[Group | Rejected]:
-    """Unpack a tar: the members in its order. Links and devices in it are no files."""
+    """Unpack a tar: yields the members in its order. Links and devices in it are no files."""
     size = entry.path.stat().st_size
     lost: list[Rejected] = []
     with entry.path.open("rb") as file:
@@ -162,7 +162,7 @@ def _tar_files(entry: Entry, file: Any, lost: list[Rejected]) -> Iterator[tuple[
 
 
 class _Bounded:
-    """A file for tarfile: a header that says to be huge, or of negative size, is damage and not memory."""
+    """A file that tarfile reads: a header that claims a huge or negative size is damage, and takes no memory."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file

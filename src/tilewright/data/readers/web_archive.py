@@ -30,7 +30,7 @@ class _DamageError(Exception):
 
 
 def unpack_warc(entry: Entry) -> Iterator[list[Entry] | Rejected]:
-    """Unpack a web archive (WARC): its pages in order, one at a time in a temporary file."""
+    """Unpack a web archive (WARC): yields its pages in order, one at a time in a temporary file."""
     size, others = entry.path.stat().st_size, 0
     budget = UnpackBudget(entry, size)
     with entry.path.open("rb") as file:
@@ -97,7 +97,7 @@ def _page(
 
 
 def _header(file: IO[bytes]) -> tuple[dict[str, str], int]:
-    """Header of a web archive's record: fields in small letters, and the bytes of its block, which is next."""
+    """Read the header of a web archive's record: fields in small letters, and the bytes of its block, which is next."""
     first = file.readline(_LINE_BYTES)
     if not first.startswith(b"WARC/"):
         raise _DamageError(f"{first[:40]!a} where a record begins")
@@ -127,8 +127,8 @@ def _next_record(file: IO[bytes], at: int) -> int:
 
 
 def http_answer(block: bytes, most: int) -> tuple[int, dict[str, str], bytes]:
-    """A server's answer in a web archive: status, headers in small letters and body; nothing of the body after `most`
-    bytes.
+    """Read a server's answer in a web archive: status, headers in small letters and body; nothing of the body after
+    `most` bytes.
 
     Example:
         >>> http_answer(b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n2\\r\\nhi\\r\\n0\\r\\n\\r\\n", 9)

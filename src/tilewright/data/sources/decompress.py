@@ -78,8 +78,7 @@ _DECODERS: dict[str, Callable[[], _Decoder]] = {
 
 
 def utf8_pieces(name: str, path: Path) -> Iterator[bytes | Rejected]:
-    """Decompress to UTF-8: the bytes of a plain or compressed file in pieces, as UTF-8 where its first bytes name
-    another encoding.
+    """Yield a plain or compressed file as pieces of UTF-8, converted if its first bytes name another encoding.
 
     Nothing is checked of a file without a byte-order mark. A last reject says what is lost, if anything is.
     """

@@ -93,7 +93,7 @@ def _escape(character: str) -> str:
 
 
 def decode(name: str, data: bytes, part: str = "") -> Iterator[Record | Rejected]:
-    """Decode a document of a source: the text of a file as one record; what is not text comes out as a reject.
+    """Decode a file of a source to one record of text; anything but text becomes a reject.
 
     A file with a few lines that are not UTF-8 keeps its other lines; above a tenth it is set aside whole.
 

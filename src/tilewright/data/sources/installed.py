@@ -163,7 +163,7 @@ def _folders() -> list[str]:
 
 
 def _headers(distribution: metadata.Distribution) -> Message:
-    """Headers of an installed distribution: name, version and requirements. `metadata` of the library also parses the
+    """Read name, version and requirements of an installed distribution. `metadata` of the library also parses the
     description, at each call."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     return message_from_string(text.partition("\n\n")[0])
@@ -205,7 +205,7 @@ def _record_files(distribution: metadata.Distribution, record: str) -> list[tupl
 
 
 def _parts_of(name: str, size: int, path: str) -> list[Part | Rejected]:
-    """The parts that one installed file gives: a Python file gives code and docs, most others a reject."""
+    """Divide an installed file into parts: a Python file gives code and docs, most others a reject."""
     folder, _, file = name.rpartition("/")
     stem, suffix = posixpath.splitext(file)
     suffix = suffix.lower()

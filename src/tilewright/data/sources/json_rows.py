@@ -151,8 +151,7 @@ def _whole(name: str, text: str, field: str | None, lost: list[Rejected], longes
 def _rows_in_list(
     name: str, head: str, pieces: Iterator[str], field: str | None, depth: int, longest: int
 ) -> Iterator[Record | Rejected]:
-    """Rows in lists of JSON: the items of every list that opens at `depth`: 1 for the outermost value, 2 for those in
-    it."""
+    """Yield the items of every JSON list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
     others, size, example = 0, 0, ""
     for number, item in enumerate(_items(head, pieces, depth, longest), 1):
         if isinstance(item, str) and depth > 1 and not item.lstrip().startswith("{"):
@@ -170,8 +169,8 @@ def _rows_in_list(
 
 
 def _items(text: str, pieces: Iterator[str], depth: int, longest: int) -> Iterator[str | int]:
-    """Items of JSON lists: texts between the commas of the lists at `depth`. For one that is too long its length, for
-    one that the file breaks off in, its length as a negative number."""
+    """Yield the texts between the commas of the JSON lists at `depth`. For one that is too long its length, for one
+    that the file breaks off in, its length as a negative number."""
     level, at, start, dropped, inside = 0, 0, 0, 0, False
     while True:
         for match in _MARK.finditer(text, at):

@@ -168,8 +168,7 @@ def wanted_build(format: str) -> Wanted:
 
 
 def better_format(want: Wanted, where: str, reason: str, fields: Sequence[str]) -> str:
-    """Better format for a path's purpose: the setting under which something that was refused can be read, "" where none
-    is known.
+    """The setting under which a refused path can be read, "" if none is known.
 
     Args:
         want: the use that it was refused for.

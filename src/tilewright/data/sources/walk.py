@@ -36,8 +36,7 @@ def stat_key(status: os.stat_result) -> str:
 
 
 def find_files(root: Path) -> Found:
-    """Walk a folder: find all files at or below `root`, in a fixed order. Real files and folders come before links to
-    them.
+    """Find all files at or below `root`, in a fixed order. Real files and folders come before links to them.
 
     Raises:
         HardwareError: too many open files, or no memory.
@@ -62,8 +61,8 @@ def find_files(root: Path) -> Found:
 
 
 def _bounds(root: Path) -> Path:
-    """The bounds of a walk: the folder that links may lead into: the source, or all of a cached repository of the hub,
-    whose snapshots are links into its `blobs`."""
+    """The folder that links may lead into on a walk: the source, or all of a cached repository of the hub, whose
+    snapshots are links into its `blobs`."""
     real = Path(os.path.realpath(root))
     cached = real.parent.parent
     return cached if real.parent.name == "snapshots" and (cached / "blobs").is_dir() else real
@@ -78,8 +77,8 @@ def _list(
     links: list[tuple[str, Path]],
     inside: Path,
 ) -> list[tuple[str, Path]]:
-    """List a folder on a walk: add the files of `folder`; returns its sub-folders. Links are put off until everything
-    real is known."""
+    """Add the files of `folder` to a walk and return its sub-folders. Links are put off until everything real is
+    known."""
     try:
         with os.scandir(folder) as entries:
             names = sorted((e for e in entries), key=lambda e: os.fsencode(e.name))

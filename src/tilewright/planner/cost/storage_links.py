@@ -144,7 +144,7 @@ def as_links(host: LinkSpeed | None, disk: LinkSpeed | None, ranks: RankSpeed | 
 
 
 def existing(folder: str | Path) -> Path:
-    """A folder, or the nearest one above it that is there, whose disk's speed is asked for."""
+    """The folder, or the nearest existing one above it, on whose disk the storage link is measured."""
     path = Path(folder).absolute()
     return next(one for one in (path, *path.parents) if one.exists())
 

@@ -138,7 +138,8 @@ class MoveLog:
 
     @staticmethod
     def ask(path: Path, row: Mapping[str, Any]) -> None:
-        """Ask in a stream's log for a move: add a row to one that no run is writing, for the run that continues it.
+        """Ask for a move in a stream's log: add a row to the log of a run that is not running, for the run that
+        continues it.
 
         Raises:
             DataError: the file cannot be written.

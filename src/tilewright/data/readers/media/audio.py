@@ -84,7 +84,7 @@ def _wave_bytes_lost(entry: Entry) -> int:
 
 
 def _pcm(entry: Entry) -> tuple[int, int, int, Blocks] | None:
-    """PCM audio of a WAV of whole numbers: rate, channels, frames and blocks float [n, channels], or None."""
+    """Read PCM audio from a WAV of whole numbers: rate, channels, frames and blocks float [n, channels], or None."""
     with entry.path.open("rb") as file:
         if file.read(4) != b"RIFF":
             return None

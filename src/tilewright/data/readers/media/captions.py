@@ -134,8 +134,8 @@ def _version(path: Path) -> tuple[int, str]:
 
 @lru_cache(maxsize=4)
 def _table(path: str, size: int, _version: str) -> dict[str, tuple[str, str]]:
-    """A table of captions: file name -> (text, alt); empty where it is none. Held because each file of a folder asks
-    again."""
+    """Read a table of captions: file name -> (text, alt); empty if it is none. It is kept because each file of a folder
+    asks for it."""
     if size > _MAX_BYTES:
         return {}
     try:

@@ -40,7 +40,7 @@ def log_mel(
 
 
 def mel_filters(window: int, rate: int, num_mels: int = 80) -> np.ndarray:
-    """Mel filters: weights [1 + window // 2, num_mels] of the frequencies of a transform.
+    """The weights [1 + window // 2, num_mels] of a transform's frequencies in each mel band.
 
     Triangles of unit area, in equal steps in mel.
     """
@@ -53,7 +53,8 @@ def mel_filters(window: int, rate: int, num_mels: int = 80) -> np.ndarray:
 
 
 def _to_mel(hertz: np.ndarray) -> np.ndarray:
-    """The mel scale by Slaney (1998): linear to 1 kHz, 3 mel per 200 Hz, then logarithmic, 27 mel per factor of 6.4."""
+    """Convert hertz to the mel scale by Slaney (1998): linear to 1 kHz, 3 mel per 200 Hz, then logarithmic, 27 mel per
+    factor of 6.4."""
     return np.where(hertz < 1000, 3 * hertz / 200, 15 + 27 * np.log(np.maximum(hertz, 1) / 1000) / np.log(6.4))
 
 

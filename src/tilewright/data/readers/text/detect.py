@@ -193,8 +193,8 @@ def _inverse(name: str) -> str:
 
 
 def _of_script(sample: bytes, script: tuple[str, ...]) -> tuple[str, str, float]:
-    """Detect by script: the encoding of one in which the letters are those of one language, a near second one that
-    reads other text, and the share of such letters."""
+    """Detect the encoding of a script by its letters: the best one for one language, a near second one that reads other
+    text, and the share of such letters."""
     lines = b"\n".join(line for line in sample.split(b"\n") if not line.isascii())[:_COMPARED_BYTES]
     texts = {name: text for name in script if (text := try_decode(lines, name)) is not None}
     shares = {name: alphabet_share(text) for name, text in texts.items()}
@@ -226,8 +226,7 @@ def alphabet_share(text: str) -> float:
 
 
 def _in_case(word: str) -> str:
-    """The letters of a word in one case to detect an encoding by: lower, without capitals that follow a small
-    letter."""
+    """The letters of a word in lower case to detect an encoding by, without capitals that follow a small letter."""
     if word[1:].islower() or len(word) == 1:
         return word.lower()
     kept = (c.lower() for before, c in pairwise(word) if not (c.isupper() and before.islower()))
@@ -235,8 +234,7 @@ def _in_case(word: str) -> str:
 
 
 def try_decode(data: bytes, name: str) -> str | None:
-    """Try a detected encoding: the text of `data` in it, or None where it does not decode, or to control and private
-    characters."""
+    """Decode `data` in a detected encoding; None if it does not decode, or to control and private characters."""
     try:
         text = data.decode(name)
     except (UnicodeError, LookupError):

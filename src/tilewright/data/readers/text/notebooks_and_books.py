@@ -26,7 +26,7 @@ class TooLargeError(Exception):
 
 
 def notebook_document(text: str) -> dict[str, str]:
-    """A Jupyter notebook's cells: Markdown as it is, code in fences, what it printed left out.
+    """Read a Jupyter notebook's cells: Markdown as it is, code in fences; the printed results are left out.
 
     Example:
         >>> cells = [{"cell_type": "markdown", "source": ["# A\\n", "b"]}, {"cell_type": "code", "source": "x = 1"}]

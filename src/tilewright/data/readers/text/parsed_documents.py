@@ -139,7 +139,7 @@ def _without_end(entry: Entry, size: int) -> Iterator[Rejected]:
 
 
 def _parsed(entry: Entry, **request: Any) -> Iterator[Any]:
-    """Parsed documents: the answers of the parser's process, with a reject where a signal ended it.
+    """Yield the documents that the parser's process answers, with a reject if a signal ended it.
 
     Raises:
         OSError: the process cannot be started, or cannot open a file for what this machine lacks.

@@ -35,7 +35,7 @@ def row_of(docs: np.ndarray) -> np.ndarray:
 
 
 def drops_of(searches: Sequence[Path], shard: int) -> np.ndarray:
-    """Drops of copies: records of a shard that go (`DROP`), sorted, by units of stages that searched for copies."""
+    """Collect the records of a shard that go (`DROP`), sorted, from the units of stages that searched for copies."""
     first, stop = (int(doc_of(s, np.zeros(1, np.int64))[0]) for s in (shard, shard + 1))
     found = [slice_of(folder / "drops.npy", first, stop, "doc") for folder in searches]
     return np.sort(np.concatenate([np.zeros(0, DROP), *found]), order="doc")
@@ -52,7 +52,7 @@ def exact_ranges(c: Context) -> int:
 
 
 def digest_keys(index: int, settings: SimpleNamespace, folder: Path, *, kept: Path, num: int) -> Mapping[str, Any]:
-    """Keys of exact copies: write the digests of a shard's records over `num` ranges."""
+    """Write the digests of a shard's records over `num` ranges, as keys to exact copies."""
     found = [np.zeros(0, KEY)]
     for _, batch in batches(kept / "kept.parquet", ("row", "digest")):
         halves = np.frombuffer(b"".join(batch["digest"]), "<u8").reshape(-1, 2)
@@ -68,7 +68,7 @@ def digest_keys(index: int, settings: SimpleNamespace, folder: Path, *, kept: Pa
 def exact_duplicates(
     index: int, settings: SimpleNamespace, folder: Path, *, digests: Sequence[Path]
 ) -> Mapping[str, Any]:
-    """Exact copies: write which duplicates of range `index` go, sorted by record."""
+    """Write which exact duplicates of range `index` go, sorted by record."""
     keys = read_range([shard / "digests" for shard in digests], index, KEY)
     keys = keys[np.lexsort((keys["doc"], keys["more"], keys["key"]))]
     same = np.zeros(len(keys), bool)

@@ -36,7 +36,7 @@ def image_copies(
     exact: Sequence[Path],
     shards: Sequence[int],
 ) -> Mapping[str, Any]:
-    """Copies of images: write which go (`drops.npy`, sorted by record); their `similarity` is the number of bits that
+    """Write which copies of images go (`drops.npy`, sorted by record); their `similarity` is the number of bits that
     differ.
 
     Args:
@@ -84,7 +84,7 @@ def _hashes(shard: int, records: Path, kept: Path, drops: np.ndarray) -> np.ndar
 
 
 def image_units(c: Context) -> int:
-    """Units that search copies of images: one where there are images of which copies go, else none."""
+    """The units that search for copies of images: one if there are images of which copies go, else none."""
     return int(c.build.duplicates.near and c.total("read", "images") > 0)
 
 

@@ -37,7 +37,7 @@ _LETTERS = bytes(b for b in range(256) if b >= 0x80 or chr(b).isalpha())
 def near_copy_clusters(
     data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, advance: Callable[[float], None] = lambda _: None
 ) -> np.ndarray:
-    """MinHash clusters of near-copies: of each document, as the index of the cluster's first document, int64
+    """Find clusters of near-copies by MinHash: for each document the index of the cluster's first document, int64
     [documents].
 
     Args:
@@ -57,7 +57,7 @@ def near_copy_clusters(
 
 
 def shingle_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """MinHash's shingles: hashes of five words each, of several documents; a shorter document is one shingle.
+    """Hash the shingles of several documents, five words each; a shorter document is one shingle.
 
     Args:
         data: uint8, the documents one after the other.
@@ -144,7 +144,7 @@ def sketches_of(hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def near_copies(sketches: np.ndarray) -> np.ndarray:
-    """Near-copies by MinHash: connected components of the pairs that share a band and pass the threshold; smallest
+    """Find near-copies by MinHash: connected components of the pairs that share a band and pass the threshold; smallest
     index names one."""
     num, pairs = len(sketches), np.zeros(0, np.int64)
     for start in range(0, PERMUTATIONS, BAND_ROWS):
@@ -170,8 +170,7 @@ def components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _candidates(band: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates by MinHash: pairs with equal `band` [documents, rows]: each document with the first of its bucket and
-    with the one before.
+    """Pair documents with equal `band` [documents, rows]: each with the first of its bucket and with the one before.
 
     All pairs would be quadratic in a large bucket; 32 bands give every true pair many chances.
     """

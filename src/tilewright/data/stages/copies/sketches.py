@@ -106,7 +106,7 @@ def sketch_shard(
     num: int,
     by_score: bool,
 ) -> Mapping[str, Any]:
-    """Sketch a shard: write the bands of its records' sketches over `num` ranges.
+    """Write the bands of the sketches of a shard's records over `num` ranges.
 
     Records without words have none, nor have images and sounds: two of them may have the same caption.
     """
@@ -137,8 +137,7 @@ def sketch_shard(
 def candidate_pairs(
     index: int, settings: SimpleNamespace, folder: Path, *, sketches: Sequence[Path], num: int
 ) -> Mapping[str, Any]:
-    """Candidate pairs by sketches: write those of records that share a band of range `index`, each once, over `num`
-    ranges of a hash of both."""
+    """Write pairs of records that share a band of range `index`, each once, over `num` ranges of a hash of both."""
     bands = read_range([shard / "bands" for shard in sketches], index, BAND)
     merit = bands["merit"].astype(np.int64)
     rank = np.zeros_like(merit) if settings.duplicates.keep == "first" else -merit

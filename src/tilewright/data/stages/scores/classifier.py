@@ -47,7 +47,8 @@ class QualityModel:
     account: dict[str, Any]
 
     def scores(self, texts: Sequence[bytes]) -> np.ndarray:
-        """The quality classifier's scores: probability of "good" for each text, float64 [texts], rounded to 0.00001."""
+        """Score texts by the quality classifier: probability of "good" for each, float64 [texts], rounded to
+        0.00001."""
         logits = self.slope * mean_weights(self.weights, texts) + self.shift
         return np.round(1 / (1 + np.exp(-np.clip(logits, -40, 40))), 5)
 
@@ -100,7 +101,7 @@ def _feature(hashes: np.ndarray) -> np.ndarray:
 
 
 def frequencies(texts: Sequence[bytes]) -> Any:
-    """Features of the quality classifier: their relative frequencies in each text, a scipy CSR matrix float32 [texts,
+    """The relative frequencies of the quality classifier's features in each text, a scipy CSR matrix float32 [texts,
     2^18]; rows sum to 1."""
     from scipy.sparse import csr_array
 
@@ -172,8 +173,8 @@ def train_quality(
 
 
 def _largest(weights: np.ndarray) -> float:
-    """The largest scale of the classifier's weights: the divisor with which they use the range of whole numbers: a
-    power of two."""
+    """The largest power of two by which the classifier's weights are divided so that they use the range of whole
+    numbers."""
     most = float(np.abs(weights).max())
     return 2.0 ** np.ceil(np.log2(most / 1024)) if most else 1.0
 

@@ -106,7 +106,7 @@ def joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def verified(
     found: Mapping[str, Any], noise: NoiseSection | SimpleNamespace, of_corpus: bool = False
 ) -> dict[str, Any]:
-    """Verify a threshold of contrast: it, and what it does to held-out text.
+    """Verify a threshold of contrast: returns it, and what it does to held-out text.
 
     Args:
         found: see `train_contrast`.
@@ -165,8 +165,7 @@ def _threshold(held: np.ndarray, noise: NoiseSection | SimpleNamespace, of_corpu
 
 
 def area(low: np.ndarray, high: np.ndarray) -> float:
-    """Area by contrasts: probability that a value of `high` is above one of `low`, ties half: the area under the ROC
-    curve.
+    """The probability that a contrast of `high` is above one of `low`, ties half: the area under the ROC curve.
 
     Example:
         >>> area(np.array([1, 2]), np.array([2, 3]))

@@ -22,7 +22,7 @@ _MENU_CHARS = 4000
 
 
 def shuffled(text: str, key: int) -> str:
-    """Corrupt text by shuffling: the words in random order; white space stays where it is.
+    """Corrupt a text by shuffling its words; white space stays where it is.
 
     Example:
         >>> shuffled("one two three\\nfour five", 4).split() == "one two three four five".split()
@@ -36,8 +36,8 @@ def shuffled(text: str, key: int) -> str:
 
 
 def misread(text: str, key: int) -> str:
-    """Corrupt text by misreading: a tenth of the characters taken for others where a scan would, a few lost, a few
-    blanks put in."""
+    """Corrupt a text as a bad scan does: a tenth of the characters taken for others, a few lost, a few blanks put
+    in."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     roll = (hash64(key, np.arange(len(codes))) >> np.uint64(11)) / 2**53
     confused = np.arange(128, dtype="<u4")
@@ -54,8 +54,8 @@ def misread(text: str, key: int) -> str:
 
 
 def menu(text: str, key: int) -> str:
-    """Corrupt text to a menu: links of menus, footers and lists of posts, about as long as the text, with words of it
-    in between."""
+    """Corrupt a text to links of menus, footers and lists of posts, about as long as the text, with words of it in
+    between."""
     words = re.findall(r"\w{3,}", text[:_MENU_CHARS]) or ["Item"]
     draws = iter(hash64(key, np.arange(2 * _MENU_CHARS)).tolist())
     parts: list[str] = []
@@ -75,7 +75,7 @@ def menu(text: str, key: int) -> str:
 
 
 def encoded(text: str, key: int) -> str:
-    """Corrupt text by encoding: the text as base64 or as hexadecimal numbers, in lines."""
+    """Corrupt a text by encoding it as base64 or as hexadecimal numbers, in lines."""
     data = text.encode()
     if key % 2:
         return base64.encodebytes(data).decode()
@@ -83,7 +83,7 @@ def encoded(text: str, key: int) -> str:
 
 
 def symbols(text: str, key: int) -> str:
-    """Corrupt text to symbols: punctuation and signs at random; white space stays where it is."""
+    """Corrupt a text to random punctuation and signs; white space stays where it is."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     known = np.frombuffer(_SYMBOLS.encode("utf-32-le"), "<u4")
     drawn = known[(hash64(key, np.arange(len(codes))) % np.uint64(len(known))).astype(np.int64)]

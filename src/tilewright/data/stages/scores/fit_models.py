@@ -97,14 +97,14 @@ def make_noise(
 def verify_noise(
     index: int, settings: SimpleNamespace, folder: Path, *, models: Path, of_corpus: bool
 ) -> Mapping[str, Any]:
-    """Verify the fitted noise models: write the threshold of contrast and what it does to held-out text."""
+    """Write the threshold of contrast of the fitted noise models, and what it does to held-out text."""
     account = verified(json.loads((models / _CONTRASTS).read_bytes()), settings.noise, of_corpus)
     _write(folder / ACCOUNT, account)
     return {"clean": account["clean"]}
 
 
 def noise_threshold(folder: Path) -> float:
-    """Threshold of the fitted noise models: the contrast above which records go, as `verify_noise` wrote it."""
+    """Read the contrast above which records go as noise, as `verify_noise` wrote it."""
     return float(json.loads((folder / ACCOUNT).read_bytes())["threshold"])
 
 
@@ -181,7 +181,7 @@ def _reference(
 
 
 def _sample_of(setting: str, references: References, settings: SimpleNamespace, limit: int) -> list[Piece]:
-    """A sample to fit a model to: about `limit` bytes of the texts of a reference; none where it is not given."""
+    """Take about `limit` bytes of a reference's texts to fit a model to; none if it is not given."""
     listing = references.get(setting)
     return folder_sample(listing, settings, limit, setting) if isinstance(listing, Listing) else []
 

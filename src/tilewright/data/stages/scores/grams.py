@@ -30,8 +30,8 @@ def spaced(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def packed(data: np.ndarray) -> np.ndarray:
-    """Grams packed: the last eight bytes at each position as one number, the latest in its lowest byte; uint64 [L] of
-    uint8 [L].
+    """Pack the last eight bytes at each position into one number, the latest in its lowest byte; uint64 [L] of uint8
+    [L].
 
     Example:
         >>> [hex(value) for value in packed(np.array([1, 2, 3], np.uint8)).tolist()]
@@ -62,7 +62,7 @@ def blocks(data: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def mask(length: int) -> np.uint64:
-    """Mask of a gram: the bits of the last `length` bytes."""
+    """The bit mask of the last `length` bytes of a gram."""
     return np.uint64((1 << 8 * length) - 1)
 
 
@@ -76,5 +76,5 @@ def hashed(last: np.ndarray, length: int) -> np.ndarray:
 
 
 def sums(values: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-    """Sums over grams: of int32 [L] (0 in gaps) over each text, int64: exact, whatever texts are beside it."""
+    """Sum int32 values of grams [L] (0 in gaps) over each text, int64: exact, whatever texts are beside it."""
     return np.add.reduceat(values, gaps, dtype=np.int64) if len(gaps) else np.zeros(0, np.int64)

@@ -40,7 +40,7 @@ class ScoreKind:
 
     @property
     def bin_starts(self) -> list[float]:
-        """Bins of a score's histogram: where each begins. The first and the last one are open."""
+        """The start of each bin of a score's histogram. The first and the last bin are open."""
         return [self.low + (self.high - self.low) * k / NUM_BINS for k in range(NUM_BINS)]
 
 
@@ -71,8 +71,8 @@ Judge = Callable[[str, np.ndarray, np.ndarray], ScoreDecision]
 def score_records(
     repaired: Path, kept: Path, scorer: Scorer, domains: Sequence[str], folder: Path
 ) -> Mapping[str, Any]:
-    """Score records: write `scores.npy`: the score of each row of `kept.parquet`, float32; NaN of what is no text or
-    not asked for."""
+    """Write `scores.npy`: the score of each row of `kept.parquet`, float32; NaN for rows that are no text or not asked
+    for."""
     digests = digests_of(kept)
     at = num = num_bytes = 0
     with NpyWriter(folder / "scores.npy", np.dtype("<f4")) as out:
@@ -134,7 +134,7 @@ class ScoreRanks:
         return cls({domain: (np.array(v, np.float32), np.array(c, np.int64)) for domain, (v, c) in plain.items()})
 
     def of(self, domain: str, scores: np.ndarray, digests: np.ndarray) -> np.ndarray:
-        """Ranks of scores: of each of a domain's records, float64 in [0, 1), to keep it by."""
+        """The rank of each record's score within its domain, float64 in [0, 1), to keep it by."""
         values, counts = self.domains[domain]
         at = np.searchsorted(values, scores.astype(np.float32))
         below = np.cumsum(counts) - counts

@@ -87,8 +87,8 @@ def probabilities(model: NgramModel, context: bytes) -> np.ndarray:
 
 
 def _costs(models: Sequence[NgramModel], last: np.ndarray) -> list[np.ndarray]:
-    """Costs under n-gram models: bits of each position but the first of packed bytes, in units of 1 / `_UNIT`, int32
-    for each model."""
+    """The bits of each position but the first of packed bytes under n-gram models, in units of 1 / `_UNIT`, int32 for
+    each model."""
     return [_bits_table()[p.view(np.uint32) >> np.uint32(11)] for p in _probability(models, last)]
 
 
@@ -115,12 +115,13 @@ def _places(hashes: np.ndarray, length: int) -> np.ndarray:
 
 
 def _float(field: np.ndarray) -> np.ndarray:
-    """Float of the n-gram tables: the float32 whose upper bits are the lowest 20 of each uint64."""
+    """Decode a 20-bit field of the n-gram tables: the float32 whose upper bits are the lowest 20 of each uint64."""
     return (((field & _FIELD) << np.uint64(11)).astype(np.uint32)).view(np.float32)
 
 
 def _field(values: np.ndarray) -> np.ndarray:
-    """Field of the n-gram tables: that of the largest result of `_float` that is at most the value; uint64."""
+    """Encode a value as a field of the n-gram tables: that of the largest result of `_float` that is at most the value;
+    uint64."""
     return (values.astype(np.float32).view(np.uint32) >> np.uint32(11)).astype(np.uint64)
 
 
@@ -193,7 +194,7 @@ def _counts(last: np.ndarray, order: int) -> list[tuple[np.ndarray, np.ndarray, 
 
 
 def _runs(ordered: np.ndarray) -> np.ndarray:
-    """Runs in n-gram counts: where each value of a sorted array begins."""
+    """Find where each value of a sorted array of n-grams begins."""
     begins = np.ones(len(ordered), bool)
     begins[1:] = ordered[1:] != ordered[:-1]
     return np.flatnonzero(begins)
@@ -207,7 +208,7 @@ def _by_context(grams: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _alpha(grams: np.ndarray, counts: np.ndarray, n: int) -> np.ndarray:
-    """Alpha of the n-gram model: the discounted share of each gram's last byte after its context, float64."""
+    """The discounted share of each n-gram's last byte after its context (alpha), float64."""
     total = int(counts.sum()) if n == 1 else None
     if total is None:
         contexts, sizes = _by_context(grams, counts)
@@ -246,8 +247,7 @@ def _wanted(counted: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> lis
 
 
 def _looked_up(asked: np.ndarray, known: np.ndarray, values: np.ndarray, default: float = 0.0) -> np.ndarray:
-    """N-grams looked up: the value of each that is asked for, float64; `default` where it is not among the sorted
-    `known`."""
+    """Look up the value of each n-gram that is asked for, float64; `default` if it is not among the sorted `known`."""
     at = np.minimum(np.searchsorted(known, asked), max(0, len(known) - 1))
     if not len(known):
         return np.full(len(asked), default)

@@ -82,7 +82,7 @@ def _draw(piece: Piece) -> int:
 
 
 def folder_sample(listing: Listing, build: DataBuild | SimpleNamespace, limit: int, setting: str) -> list[Piece]:
-    """Reference texts of a folder: about `limit` bytes of those below it, read by the settings `READING` of `build`."""
+    """Take about `limit` bytes of reference text from below a folder, read by the settings `READING` of `build`."""
     sample = HashSample(limit)
     unread = 0
     for item in (item for shard in listing.shards for item in shard):
@@ -97,7 +97,7 @@ def folder_sample(listing: Listing, build: DataBuild | SimpleNamespace, limit: i
 
 
 def labelled_sample(path: Path, build: DataBuild | SimpleNamespace, limit: int) -> list[Piece]:
-    """Labelled reference texts: about `limit` bytes of each label, of rows with a text and a label."""
+    """Take about `limit` bytes of reference text per label, from rows with a text and a label."""
     samples = {True: HashSample(limit), False: HashSample(limit)}
     skipped, why = 0, ""
     for start, line in segment_lines(path, 0, path.stat().st_size, build.limits.line_bytes):
@@ -118,7 +118,7 @@ def labelled_sample(path: Path, build: DataBuild | SimpleNamespace, limit: int) 
 
 
 def _pieces(text: str, build: DataBuild | SimpleNamespace, label: bool | None = None) -> Iterator[Piece]:
-    """Pieces of a reference text as records have it: repaired, and cut where it is long."""
+    """Cut a reference text into pieces as records have it: repaired, and cut where it is long."""
     data = repaired(text, build.repair)[0].encode("utf-8", "replace")
     if not data.strip():
         return
@@ -128,7 +128,7 @@ def _pieces(text: str, build: DataBuild | SimpleNamespace, label: bool | None = 
 
 
 def digests_of(kept: Path) -> np.ndarray:
-    """Digests of reference records: first half of that of each row of a `kept.parquet`, uint64."""
+    """Digests of reference records: the first half of the digest of each row of a `kept.parquet`, uint64."""
     found = [np.zeros(0, np.uint64)]
     for _, batch in batches(kept / "kept.parquet", ("digest",)):
         found.append(np.frombuffer(b"".join(batch["digest"]), "<u8").reshape(-1, 2)[:, 0])
@@ -142,7 +142,7 @@ def half_of(digests: np.ndarray) -> np.ndarray:
 
 
 def corpus_sample(repaired_: Sequence[Path], kept: Sequence[Path], limit: int) -> tuple[list[Piece], list[Piece]]:
-    """Corpus as reference: about `limit` bytes of records of each half (`half_of`).
+    """Take about `limit` bytes of records of each half of the corpus as reference (`half_of`).
 
     Args:
         repaired_: folders with the text of the shards.

@@ -11,8 +11,8 @@ _DRAW = 0xD4A3
 
 
 def quality_judge(quality: QualitySection, ranks: ScoreRanks | None) -> Judge:
-    """Quality's decision by score: those below the threshold go, or those below the best share of the domain; neither:
-    all stay."""
+    """Make the judge of quality by score: records below the threshold go, or those below the best share of the domain;
+    neither: all stay."""
 
     def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         if quality.keep_top is not None:
@@ -30,7 +30,7 @@ def quality_judge(quality: QualitySection, ranks: ScoreRanks | None) -> Judge:
 
 
 def noise_judge(threshold: float) -> Judge:
-    """Noise's decision by score: contrasts above the threshold go."""
+    """Make the judge of noise by score: contrasts above the threshold go."""
 
     def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         values = [f"{score:.4f} bits per byte" for score in scores]
@@ -40,8 +40,8 @@ def noise_judge(threshold: float) -> Judge:
 
 
 def sample_judge(sample: SampleSection, ranks: ScoreRanks) -> Judge:
-    """Sampling's decision by score: a record stays with a probability that depends on the rank of its bits per byte and
-    on its domain."""
+    """Make the judge of sampling by score: a record stays with a probability that depends on the rank of its bits per
+    byte and on its domain."""
 
     def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         rank = ranks.of(domain, scores, digests)
@@ -54,7 +54,7 @@ def sample_judge(sample: SampleSection, ranks: ScoreRanks) -> Judge:
 
 
 def chances(rank: np.ndarray, weights: Sequence[float], shape: str) -> np.ndarray:
-    """Chances in the decision of sampling: probability to stay at each rank in [0, 1), float64.
+    """The probability that sampling keeps a record at each rank in [0, 1), float64.
 
     Example:
         >>> ranks = np.array([0.0, 0.4, 0.75, 0.999])

@@ -99,7 +99,7 @@ class SampleSection(Section):
 
 
 def paths(quality: QualitySection, noise: NoiseSection, sample: SampleSection) -> dict[str, str]:
-    """Paths in the settings of scores: the files and folders that the stages learn from, by setting."""
+    """The files and folders that the stages of scores learn from, by setting."""
     found = {f"quality.{name}": getattr(quality, name) for name in ("good", "bad", "labelled", "model")}
     found |= {"noise.clean": noise.clean, "noise.noisy": noise.noisy, "sample.reference": sample.reference}
     return {name: path for name, path in found.items() if path and path != CORPUS}

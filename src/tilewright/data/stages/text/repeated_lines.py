@@ -59,7 +59,7 @@ def _counted(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 def _summed(found: list[np.ndarray]) -> np.ndarray:
-    """Summed counts of repeated lines: the rows with one per key, counts added, sorted by key."""
+    """Sum the counts of repeated lines: one row per key, counts added, sorted by key."""
     rows = np.concatenate([np.zeros(0, ROW), *found])
     keys, inverse = np.unique(rows["key"], return_inverse=True)
     counts = np.bincount(inverse, rows["count"], minlength=len(keys))

@@ -51,7 +51,7 @@ class OwnFilter:
     files: tuple[tuple[str, str, str], ...]
 
     def identity(self) -> object:
-        """Identity of a user's filter: JSON that says what it does; not where on this machine it lies."""
+        """The identity of a user's filter as JSON: what it does, not where on this machine it is."""
         files = {name: digest for name, _, digest in self.files}
         return [self.name, self.use.rpartition(":")[2], self.digest, made(self).version, self.settings, files]
 
@@ -206,8 +206,8 @@ class OwnFilters(StageInput):
 def apply_own(
     index: int, settings: SimpleNamespace, folder: Path, *, records: Path, kept: Path, filters: Sequence[OwnFilter]
 ) -> Mapping[str, Any]:
-    """Apply the user's filters: judge the records of a shard that stay so far; writes `kept.parquet` and
-    `rejects.parquet` into `folder`."""
+    """Judge the records of a shard that stay so far by the user's filters; writes `kept.parquet` and `rejects.parquet`
+    into `folder`."""
     judges = [(one.name, made(one)) for one in filters]
     num_bytes = failed = 0
     with (

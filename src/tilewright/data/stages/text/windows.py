@@ -55,8 +55,7 @@ def windows(data: bytes, sizes: list[int], num: int, overlap: float) -> list[Win
 
 
 def _joint(data: bytes, ends: list[int], first: int, last: int) -> int:
-    """The joint at which windows are cut: the stop in [first, last] at the strongest one of the text, of equal ones the
-    last."""
+    """Cut a window at the strongest joint of the text in [first, last], of equal ones the last."""
     best, rank = last, _NONE
     for stop in range(last, first - 1, -1):
         found = _rank(data, ends[stop - 1])
@@ -68,8 +67,7 @@ def _joint(data: bytes, ends: list[int], first: int, last: int) -> int:
 
 
 def _context(data: bytes, ends: list[int], first: int, last: int) -> int:
-    """Context of a window: where it begins: the first line or sentence in the first half of [first, last], else
-    `first`."""
+    """The start of a window's context: the first line or sentence in the first half of [first, last], else `first`."""
     for start in range(max(1, first), (first + last) // 2 + 1):
         if _rank(data, ends[start - 1]) > _NONE:
             return start
@@ -77,7 +75,7 @@ def _context(data: bytes, ends: list[int], first: int, last: int) -> int:
 
 
 def _rank(data: bytes, at: int) -> int:
-    """Rank of a joint for windows: how strong one there is before byte `at`."""
+    """Rank the joint before byte `at` by its strength, to cut windows there."""
     before = data[max(0, at - 3) : at]
     if before.endswith(b"\n"):
         return _PARAGRAPH if before.endswith(b"\n\n") or data.startswith(_FUNCTIONS, at) else _LINE
