@@ -105,7 +105,7 @@ class Talk:
 
     @property
     def without_tools(self) -> TemplateArguments:
-        """The same conversation without tools: variables beside the messages."""
+        """This conversation without tools: messages and variables alone."""
         return TemplateArguments((), self.given.variables)
 
 
