@@ -67,6 +67,7 @@ def export_run(
             example. Where one of several fails, its row is "failed" with the reason.
     """
     check_finite(source)
+    # Targets that cannot be written here are rows, too; if none can be, it is an error.
     reasons = {target.name: reason for target in targets if (reason := why_not(target, source)) is not None}
     rows = [_not_written(target, "unavailable", reasons[target.name]) for target in targets if target.name in reasons]
     for row in rows:
@@ -96,6 +97,7 @@ def export_run(
         "baselines": [],
         "artefacts": _kept(source, targets) + rows,
     }
+    # One question for all: the baselines answer it first, then each artefact.
     with _proof_folder() as folder, ProgressBar("export") as bar:
         proof = None
         if prove:

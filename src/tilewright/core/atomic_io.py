@@ -26,7 +26,7 @@ class FileEntry(TypedDict):
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, onto the disk."""
+    """Force a file's bytes, or a folder's entries, onto the disk, as atomic writes need it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -35,7 +35,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old one or the new one.
+    """Write a small file atomically: a crash leaves the old one or the new one.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; the old file is still there.

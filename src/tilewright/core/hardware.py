@@ -167,8 +167,8 @@ def _multiplied_format(machine: Machine) -> str:
 
 
 def cpu_class(features: Collection[str]) -> str:
-    """Name the class of a CPU by the features that decide the speed of its 8- and 16-bit matmuls, and how 8-bit ones
-    are summed.
+    """Name the hardware's class of CPU by the features that decide the speed of its 8- and 16-bit matmuls, and how
+    8-bit ones are summed.
 
     Args:
         features: as in `Machine.cpu_features`.
@@ -323,7 +323,7 @@ def _host_memory_bytes() -> int:
 
 
 def _physical_cores() -> int:
-    """Count the CPU's physical cores in the affinity mask, hyper-threads once, but no more than the CPU quota."""
+    """Count the hardware's physical cores in the affinity mask, hyper-threads once, but no more than the CPU quota."""
     if hasattr(os, "sched_getaffinity"):
         mask = os.sched_getaffinity(0)
         topology = Path("/sys/devices/system/cpu")

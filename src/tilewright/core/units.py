@@ -95,8 +95,8 @@ def format_count(count: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """The perplexity exp(loss) of a loss in nats; infinite where that is more than a double holds, from a loss of 709.8
-    on.
+    """The perplexity exp(loss) of a loss in units of nats; infinite where that is more than a double holds, from a loss
+    of 709.8 on.
 
     Example:
         >>> perplexity(0.0), perplexity(345_341.0), perplexity(float("nan"))

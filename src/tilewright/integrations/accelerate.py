@@ -130,7 +130,7 @@ class AcceleratorScaler:
 
 
 def _at_end_of_backward(work: Callable[[], None]) -> None:
-    """Call `work` when the running backward pass has ended, after all that was queued before."""
+    """Call `work` when the running backward pass under accelerate has ended, after all that was queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 
 

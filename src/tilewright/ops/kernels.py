@@ -114,7 +114,7 @@ class Kernels:
 
     @classmethod
     def default(cls) -> "Kernels":
-        """Choose the best implementations of all operations for the machine this runs on."""
+        """Choose the best kernels of all operations for the machine this runs on."""
         return cls(detect_machine())
 
     @classmethod

@@ -91,7 +91,7 @@ _GEMMS = {
     "native": LinearGemms(
         F.linear,
         dgrad=torch.matmul,
-        wgrad=lambda dy_NM, x_NK, dtype: (dy_NM.T @ x_NK).to(dtype),
+        wgrad=lambda dy_NM, x_NK, dtype: (dy_NM.T @ x_NK).to(dtype),  # [M, K]
         bgrad=lambda dy_NM, dtype: dy_NM.sum(0).to(dtype),
     ),
     "ref": LinearGemms(

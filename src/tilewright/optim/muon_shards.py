@@ -31,7 +31,7 @@ Cut = tuple[int, ...]
 
 
 def axes_of(param: Tensor) -> tuple[Axes, Cut]:
-    """The axes along which ranks hold parts of this matrix, and how it is cut; none if this rank holds all of it, or
+    """The axes along which ranks hold shards of a Muon matrix, and how it is cut; none if this rank holds all of it, or
     whole matrices of a stack."""
     if not isinstance(param, DTensor) or param.ndim != 2:
         return (), ()

@@ -20,7 +20,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_param(param: Tensor, format: StateFormat) -> None:
-    """Raise if a parameter cannot be updated with states of this format.
+    """Validate a parameter: raise if it cannot be updated with states of this format.
 
     Raises:
         ConfigError: its dtype, or its sharding.
@@ -39,7 +39,7 @@ def check_param(param: Tensor, format: StateFormat) -> None:
 
 
 def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: StateFormat) -> None:
-    """Raise if this gradient cannot be applied to this parameter.
+    """Validate an update: raise if this gradient cannot be applied to this parameter.
 
     Args:
         param: a parameter of the optimizer.
@@ -80,7 +80,7 @@ def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: 
 
 
 def check_not_replaced(params: Iterable[Tensor]) -> None:
-    """Raise if `fully_shard` has replaced one of these parameters in the model.
+    """Validate that `fully_shard` has not replaced one of these parameters in the model; raise if it has.
 
     Raises:
         ConfigError: these parameters will never have a gradient again.

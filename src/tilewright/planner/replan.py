@@ -37,7 +37,7 @@ class Replanner:
     def plan(
         self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
     ) -> Plan | None:
-        """Find the fastest memory plan within a device budget, `plan.margin` left free; None where nothing fits.
+        """Replan in a device budget: the fastest memory plan, `plan.margin` left free; None where nothing fits.
 
         Args:
             device_bytes: of the device that the run may use.

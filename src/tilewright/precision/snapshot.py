@@ -113,8 +113,8 @@ class Snapshot:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore a model, its gradients and generators after a pass inside this context, in which gradients start
-    empty."""
+    """Take a snapshot of a model around a pass: gradients start empty inside, and afterwards model, gradients and
+    generators are what they were."""
     before = Snapshot(ModuleSlots(model))
     grads = [(param, param.grad) for param in model.parameters()]
     for param, _ in grads:

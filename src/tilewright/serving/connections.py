@@ -36,7 +36,7 @@ class TimedConnection(H11Protocol):
         return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
 
     def connection_made(self, transport: Any) -> None:
-        """Count a client that connects."""
+        """Count the connection of a client that connects."""
         if len(self.connections) >= self.most:
             waiting = [one for one in self.connections if isinstance(one, TimedConnection) and one.waits_for_head]
             oldest = min(waiting, key=lambda one: one._since, default=None)

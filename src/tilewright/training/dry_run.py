@@ -38,8 +38,8 @@ def dry_run(
     hooks: Sequence[HookFactory] = (),
     executor: ExecutorKind | None = None,
 ) -> int:
-    """Run the first steps of a recipe, and print the plan beside what is measured; returns the number of steps. Of
-    several ranks, the first one prints.
+    """Run a recipe's first steps as a dry run, and print the plan beside what is measured; returns the number of steps.
+    Of several ranks, the first one prints.
 
     Raises:
         FitError: the plan says that the run does not fit, and the recipe enforces it.
@@ -64,6 +64,7 @@ def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executo
         for data in (setup.prepared, setup.other):
             attach_reference(setup.recipe, data, setup.device, lambda: nullcontext(parts.model), world)
         parts.hooks += tuple(make(setup, parts) for make in hooks)
+        # A step as `Run` makes it: batches, hooks, executor, hooks.
         for number in range(1, NUM_STEPS + 1):
             world.begin(f"data of step {number}")
             started = time.perf_counter()
@@ -81,6 +82,7 @@ def _dry_run(loaded: Loaded, world: World, hooks: Sequence[HookFactory], executo
     finally:
         parts.close()
         recorder.close()
+    # Planned beside measured.
     for line in comparison(setup.plan, memory, result.seconds):
         say(line)
     if minutes:

@@ -73,7 +73,7 @@ def train(
     hooks: Sequence[HookFactory] = (),
     executor: ExecutorKind | None = None,
 ) -> RunResult:
-    """Train what a recipe describes, or continue where its run folder stops.
+    """Run a training session: train what a recipe describes, or continue where its run folder stops.
 
     Args:
         loaded: a recipe from `core.config.load.load_recipe`.

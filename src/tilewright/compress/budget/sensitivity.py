@@ -101,6 +101,7 @@ def sensitivities(
     found: list[CutCost] = []
     there: list[Kind] = [kind for kind in kinds if kind in units]
     for kind in there:
+        # The numbers of units that the shares leave, the largest first; a number that cuts nothing is none.
         widths = {left(units[kind][0], share, MULTIPLE.get(kind, 1)): share for share in reversed(SHARES)}
         widths.pop(units[kind][0].count.units, None)
         for number, share in sorted(widths.items(), reverse=True):
@@ -117,6 +118,7 @@ def sensitivities(
             if made is None:
                 continue
             smaller, losses = made
+            # What the cut costs, and what it saves.
             rise, error = losses.rise_over(whole)
             seconds, whole_seconds = seconds_beside(smaller, model)
             saved, speed = parameters(model) - parameters(smaller), seconds / whole_seconds

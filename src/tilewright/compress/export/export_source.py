@@ -104,5 +104,5 @@ class ExportSource:
 
     @property
     def task(self) -> str:
-        """The task of the model that is exported: causal_lm, masked_lm or image_classification."""
+        """The task of an export's source model: causal_lm, masked_lm or image_classification."""
         return self.recipe.model.task

@@ -111,7 +111,7 @@ def _normalizers(raw: dict[str, Any] | None) -> list[str]:
 
 
 def _pattern(raw: dict[str, Any]) -> str | None:
-    """llama.cpp's name of the pre-tokenizer pattern of a tokenizer.json."""
+    """llama.cpp's name of the pre-tokenizer pattern of a vocabulary's tokenizer.json."""
     steps = raw.get("pre_tokenizer") or {}
     match steps.get("pretokenizers", [steps]):
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:

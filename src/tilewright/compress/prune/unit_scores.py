@@ -122,7 +122,8 @@ def _times_gradient(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _own_gradients(model: nn.Module) -> Iterator[None]:
-    """Let all parameters require gradients inside the context; restore their gradients and flags afterwards."""
+    """Let all parameters require gradients while units are scored; their gradients and flags are restored
+    afterwards."""
     before = [(param, param.grad, param.requires_grad) for param in model.parameters()]
     for param, _, _ in before:
         param.requires_grad_(True)

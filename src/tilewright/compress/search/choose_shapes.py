@@ -141,8 +141,8 @@ def _solve(
 
 
 def uniform_shapes(options: Sequence[Option]) -> list[ChosenShape]:
-    """List the uniform shapes: one choice for all attentions and one for all FFNs; the run's own shape is one of
-    them."""
+    """List the uniform shapes to choose from: one choice for all attentions and one for all FFNs; the run's own shape
+    is one of them."""
     by_part: dict[str, dict[str, dict[PartPlace, Option]]] = {}
     for option in options:
         by_part.setdefault(option.place.part, {}).setdefault(option.name, {})[option.place] = option

@@ -65,7 +65,7 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
 
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """Change settings of a recipe by `section.field`; the caller knows them to be allowed."""
+    """Edit settings of a recipe by `section.field`; the caller knows them to be allowed."""
     return _changed(recipe, setting_names.nested(settings))
 
 
@@ -79,7 +79,7 @@ def _changed(section: Any, values: Mapping[str, Any]) -> Any:
 
 
 def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
-    """Change settings of a recipe; None if they are not allowed, alone or together."""
+    """Edit settings of a recipe; None if they are not allowed, alone or together."""
     try:
         found = Recipe.model_validate(_with_values(recipe, settings))
     except ValidationError:

@@ -36,7 +36,7 @@ def build_rows(
     *,
     progress: ProgressBar,
 ) -> None:
-    """Pack both splits of an encoded `corpus` into rows of one length, domain by domain, and write the tables.
+    """Build rows of one length: pack both splits of an encoded `corpus`, domain by domain, and write the tables.
 
     Args:
         folder: gets the files.

@@ -117,7 +117,7 @@ class Stream:
         return self._cut.weights(check_weights(weights, tuple(self._prepared.num_rows)))
 
     def next_step(self) -> list[Batch]:
-        """Return this rank's micro-batches of the next step; every rank has as many.
+        """Return this rank's micro-batches of the stream's next step; every rank has as many.
 
         A rank with fewer rows than the others is filled up with a row that has no targets.
         """
@@ -144,7 +144,7 @@ class Stream:
         return isinstance(self._cut, DocumentSteps)
 
     def assign_with(self, assign: Assign) -> None:
-        """Let `assign` choose, from the next step on, which micro-batch of which rank gets each document.
+        """Let `assign` choose, from the stream's next step on, which micro-batch of which rank gets each document.
 
         Call it on every rank after the same step, with functions that give the same. What was made ahead is thrown away
         and made again.

@@ -53,7 +53,7 @@ class RecordFilter(ABC):
 
     @abstractmethod
     def judge(self, record: Record) -> DropReason | None:
-        """The reason to drop a record, or None: it stays.
+        """The filter's reason to drop a record, or None: it stays.
 
         An error that this raises drops the record, too: it is counted, and listed with the error as its reason.
         Errors of the machine, such as a full disk, end the build.

@@ -36,7 +36,7 @@ def stat_key(status: os.stat_result) -> str:
 
 
 def find_files(root: Path) -> Found:
-    """Find all files at or below `root`, in a fixed order. Real files and folders come before links to them.
+    """Walk below `root` and find all files, in a fixed order. Real files and folders come before links to them.
 
     Raises:
         HardwareError: too many open files, or no memory.

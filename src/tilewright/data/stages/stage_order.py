@@ -10,27 +10,27 @@ _AFTER_COPIES = ("unique", "sample")
 
 
 def before_filters(build: DataBuild) -> str:
-    """The stage whose records the user's filters judge."""
+    """The last stage in the order before the user's filters: they judge its records."""
     return _before(build, "filters")
 
 
 def before_quality(build: DataBuild) -> str:
-    """The stage whose records are scored for quality."""
+    """The last stage in the order before quality: its records are scored."""
     return _before(build, "quality")
 
 
 def before_noise(build: DataBuild) -> str:
-    """The stage whose records are scored for noise."""
+    """The last stage in the order before noise: its records are scored."""
     return _before(build, "noise")
 
 
 def before_copies(build: DataBuild) -> str:
-    """The stage whose records the search for copies begins with."""
+    """The last stage in the order before the search for copies, which begins with its records."""
     return _last_of(build, _BEFORE_COPIES)
 
 
 def last_kept(build: DataBuild) -> str:
-    """The last of the stages that drop records; what it keeps is the dataset."""
+    """The last stage in the order that drops records; what it keeps is the dataset."""
     return _last_of(build, _AFTER_COPIES)
 
 

@@ -21,7 +21,7 @@ SEEDS = (0, 1234, 1234)
 
 @contextmanager
 def contained(verbose: bool = False) -> Iterator[None]:
-    """Run the lm_eval harness inside this context, seeded as its own command line seeds it.
+    """Guard the lm_eval harness: it runs inside this context, seeded as its own command line seeds it.
 
     Args:
         verbose: show what it and the libraries below it log and warn.

@@ -80,7 +80,7 @@ class Replay:
         return out
 
     def replay(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
-        """Run function() with the random draws and expert choices that were recorded."""
+        """Replay function() with the random draws and expert choices that were recorded."""
         taken = self._taken[key]
         with drawing(taken.states), self._choosing(layer, taken.choices.rewind()):
             return function()
@@ -90,7 +90,7 @@ class Replay:
         return key in self._taken
 
     def clear(self) -> None:
-        """Forget the recorded draws and choices of all calls."""
+        """Forget the draws and choices that `replay` uses, of all calls."""
         self._taken.clear()
 
     @contextmanager

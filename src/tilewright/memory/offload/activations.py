@@ -115,7 +115,7 @@ class ActivationStore:
         self._rest, self._by_layer, self._keepers = rest, by_layer, made
 
     def tier_of(self, layer: int) -> Tier:
-        """The tier in which a layer's inputs are kept."""
+        """The tier in which the activations of a layer's input are kept."""
         return self._by_layer.get(layer, self._rest)
 
     def _make(self, tier: Tier) -> _Keeper:
@@ -152,7 +152,7 @@ class ActivationStore:
         self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded, tier)  # from here on there is something to drop
 
     def prefetch(self, layer: int, micro: int) -> None:
-        """Begin to bring a layer input to the device."""
+        """Begin to bring the activations of a layer's input to the device."""
         self._keepers[self._entries[layer, micro].tier].prefetch((layer, micro))
 
     @torch.no_grad()
@@ -170,11 +170,11 @@ class ActivationStore:
         return TiledTensor(parts[0], parts[1], ROW_TILE, E4M3).dequantize(entry.dtype).view(entry.shape)
 
     def drop(self, layer: int, micro: int) -> None:
-        """Free a layer input."""
+        """Free the activations of one layer's input."""
         self._keepers[self._entries.pop((layer, micro)).tier].drop((layer, micro))
 
     def clear(self) -> None:
-        """Free all layer inputs, as when a step is given up."""
+        """Free the activations of all layers' inputs, as when a step is given up."""
         for layer, micro in list(self._entries):
             self.drop(layer, micro)
 

@@ -309,7 +309,7 @@ def _open_nameless(folder: Path) -> BinaryIO:
 
 
 def _copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy flat uint8 tensors in host memory on one core, without Python's lock.
+    """Copy a byte store's flat uint8 tensors in host memory on one core, without Python's lock.
 
     torch's copy would start threads of its own beside those that compute.
     """

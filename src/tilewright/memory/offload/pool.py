@@ -56,7 +56,7 @@ class _Slice:
         return self.tier == "device"
 
     def enter(self, flat: Tensor) -> None:
-        """Make the tensors of a layer group views of a staging buffer."""
+        """Make the tensors of one of the pool's layer groups views of a staging buffer."""
         for name, view in self.layout.views(flat).items():
             self.tensors[name].data = view
 
@@ -201,8 +201,8 @@ class OffloadPool:
     # ---- using ----
 
     def prefetch(self, slice_id: Hashable) -> bool:
-        """Start bringing a layer group to the device. False if no buffer is free for it: it then comes when it is
-        fetched."""
+        """Start bringing a layer group of the pool to the device. False if no buffer is free for it: it then comes when
+        it is fetched."""
         item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return True
@@ -211,7 +211,8 @@ class OffloadPool:
         return self._slots.prefetch(slice_id, self._to(item.tier))
 
     def fetch(self, slice_id: Hashable) -> dict[str, Tensor]:
-        """Make a layer group's tensors live, waiting for them if need be; returns the tensors by name.
+        """Make the tensors of one of the pool's layer groups live, waiting for them if need be; returns the tensors by
+        name.
 
         Raises:
             HardwareError: the disk fails, now or when an earlier layer group was written back.
@@ -258,7 +259,7 @@ class OffloadPool:
         return item.layout.views(self._slots.read(slice_id, self._to(item.tier), item.layout.num_bytes))
 
     def flush(self) -> None:
-        """Wait until everything that was released is in its tier.
+        """Wait until everything that the pool has released is in its tier.
 
         Raises:
             HardwareError: it cannot be written.

@@ -64,7 +64,7 @@ class Transfer:
     def load(
         self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None, after: Sequence[Future[None]]
     ) -> Future[None]:
-        """Fill a staging buffer's first bytes from a store's room, in the background.
+        """Transfer a store's room to a staging buffer's first bytes, in the background.
 
         Args:
             mark: of the work that last used the buffer.
@@ -74,7 +74,8 @@ class Transfer:
         return self._reader.submit(self._load_after, key, buffer, mark, tuple(after))
 
     def save(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
-        """Write a staging buffer to a store's room in the background. It must not change before the future is done."""
+        """Transfer a staging buffer to a store's room in the background. It must not change before the future is
+        done."""
         self.traffic.written_bytes += self.store.sizes[key]
         return self._writer.submit(self._save_or_note, key, buffer, mark)
 

@@ -180,7 +180,7 @@ class MemoryTracker:
                 self._window.activations = max(self._window.activations, kept)
 
     def _credit(self) -> None:
-        """Credit the memory peak since the last boundary to the phase that ran, and start the next stretch."""
+        """Credit the tracked memory peak since the last boundary to the phase that ran, and start the next stretch."""
         name, peak, now = self._running[-1], self._probe.peak(), self._moment()
         known = self._window.phases.get(name)
         if known is None or peak > known.peak:

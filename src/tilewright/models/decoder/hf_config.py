@@ -123,6 +123,7 @@ def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
     problems = _unwritable(config)
     if problems:
         raise CheckpointError.from_problems(problems)
+    # The keys that all three layouts share, then those of Mistral, Llama and DeepSeek.
     raw: dict[str, Any] = {
         "architectures": [_ARCHITECTURE[layout]],
         "model_type": layout,

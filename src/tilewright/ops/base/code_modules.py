@@ -71,7 +71,7 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def named_constants(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers and codes of a model by name.
+    """Buffers of a model, and codes of its modules, by name.
 
     Example:
         >>> list(named_constants(nn.BatchNorm1d(2)))

@@ -33,7 +33,7 @@ class LinearGemms:
 def deferred_linear(
     gemms: LinearGemms, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None, queue: WeightGradientQueue
 ) -> Tensor:
-    """Compute x W^T + b of `gemms`, and let its weight gradient wait if the queue takes it; the bits are the same if
+    """Compute x W^T + b of `gemms`, with a deferred weight gradient if the queue takes it; the bits are the same if
     not."""
     return _DeferredLinear.apply(gemms, queue, x, weight_MK, bias_M)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 def fingerprint(x: Tensor) -> int:
-    """Hash the bytes of a contiguous CPU tensor by XXH3, with its first dimension as the seed: a signed 64-bit number.
+    """Fingerprint a contiguous CPU tensor: XXH3 of its bytes, with its first dimension as the seed, as a signed 64-bit
+    number.
 
     Example:
         >>> x = torch.ones(2, 8)

@@ -204,8 +204,8 @@ def num_cuts(tensor: Tensor) -> int:
 
 
 def numbering(tensor: Tensor) -> tuple[int, int]:
-    """How this rank's elements are numbered in the whole tensor: how many come before the first, and how many between
-    two rows. Zeros if it holds no block of rows and columns: nothing is rounded then (`optim.validate`)."""
+    """How this rank's part of a tensor is numbered in the whole: how many elements come before the first, and how many
+    between two rows. Zeros if it holds no block of rows and columns: nothing is rounded then (`optim.validate`)."""
     if columns_cut(tensor) is None:
         return 0, 0
     part = part_of(tensor)

@@ -250,6 +250,7 @@ class Staged:
             list[tuple[ModelStage, Tensor | None, Tensor]](),
             None,
         )
+        # Forward: the stream comes from the rank of the stage before, if that is another one.
         for stage in self.stages:
             given_BsD = None
             if not stage.is_first:
@@ -262,6 +263,7 @@ class Staged:
             passed.append((stage, given_BsD, stream_BsD))
             if not stage.is_last and rank_of(stage.index + 1) != row.rank:
                 dist.send(stream_BsD.detach().contiguous(), group=row.handle, group_dst=rank_of(stage.index + 1))
+        # Backward: the stream's gradient goes the same way back.
         grad_BsD = None
         for stage, given_BsD, out in reversed(passed):
             if not stage.is_last and rank_of(stage.index + 1) != row.rank:

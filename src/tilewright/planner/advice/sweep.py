@@ -34,7 +34,7 @@ def largest(loaded: Loaded, site: Site, how: How) -> Plan | None:
 
 
 def pareto(loaded: Loaded, site: Site, points: int = 6) -> list[Plan]:
-    """Find the fastest plan at each of several device budgets, from the least that fits to the budget itself."""
+    """Sweep device budgets: the fastest plan at each, from the least that fits to the budget itself."""
     planner = free_planner(loaded, site)
     budget = site.budget(planner.recipe, disk=site.may_use_disk(planner.recipe))
     least = planner.smallest(budget)

@@ -135,7 +135,7 @@ class LayerParts:
         return Cost.of(total_s(self.operations()), self.holdings())
 
     def holdings(self) -> list[Holding]:
-        """The bytes that a layer holds under its choice."""
+        """The bytes that a layer holds under its choice, as a part of its cost."""
         return list(self._standard() if self.setting.can.one_micro_batch else self._layer_major())
 
     def operations(self) -> Iterator[Operation]:
@@ -297,7 +297,7 @@ class LayerParts:
         return found._replace(seconds=size / written) if tier == "disk" and written else found
 
     def forward(self) -> dict[str, float]:
-        """Seconds of one micro-batch forward through a layer, by part."""
+        """The cost in seconds of one micro-batch forward through a layer, by part."""
         return {
             "matmuls": self.matmul_s("fprop"),
             "attention": self.attention_s(),
@@ -307,11 +307,11 @@ class LayerParts:
         }
 
     def forward_s(self) -> float:
-        """Seconds of one micro-batch forward through a layer."""
+        """The cost in seconds of one micro-batch forward through a layer."""
         return sum(self.forward().values())
 
     def backward(self) -> dict[str, float]:
-        """Seconds of one micro-batch backward through a layer, by part."""
+        """The cost in seconds of one micro-batch backward through a layer, by part."""
         return {
             "matmuls": self.matmul_s("dgrad") + self.matmul_s("wgrad"),
             "attention": 2.5 * self.attention_s(),
@@ -327,7 +327,7 @@ class LayerParts:
         return {"quantize": self.found.coding.step / self.rates.bandwidth, "optimizer": self.optimizer_s()}
 
     def again_s(self) -> float:
-        """Seconds to recompute a layer for one micro-batch."""
+        """The cost in seconds of recomputing a layer for one micro-batch."""
         kind = self.choice.activations
         if kind == "keep":
             return 0.0
@@ -348,7 +348,7 @@ class LayerParts:
         return self.matmul_s("fprop") * self.found.mlp_flops / self.found.matmul_flops
 
     def matmul_s(self, which: Pass) -> float:
-        """Seconds of a layer's matmuls in one micro-batch."""
+        """The cost in seconds of a layer's matmuls in one micro-batch."""
         return self.matmuls.seconds(which)
 
     def attention_s(self) -> float:

@@ -89,7 +89,7 @@ class Ceilings:
         )
 
     def matmul_rate(self, fmt: str, width: float) -> float:
-        """The machine's measured matmul rate in FLOP/s at `width` features: linear between measured widths, constant
+        """The machine's ceiling of matmuls in FLOP/s at `width` features: linear between measured widths, constant
         beyond them."""
         points = sorted((float(w), rate) for w, rate in self.matmul[fmt].items())
         for (low, low_rate), (high, high_rate) in pairwise(points):

@@ -49,8 +49,8 @@ def measured_again(
 def reached(
     machine: Machine, known: Ceilings, formats: Collection[str], times: float, cache_dir: str | Path | None = None
 ) -> Ceilings:
-    """Correct the rates of a machine by what a run's steps reached: matmuls so many times as fast. The cache learns of
-    it.
+    """Correct remeasured rates of a machine by what a run's steps reached: matmuls so many times as fast. The cache
+    learns of it.
 
     Args:
         machine: the one at hand.

@@ -77,11 +77,13 @@ def foreign_shape(
     seq_len = 1 if images else recipe.data.seq_len
     output = None if images else model.head
     plain = not isinstance(traced, str) and traced[0].plain_head
+    # What of the model is compiled.
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     choice = kernels.choices["cross_entropy", machine.device, DTYPES[policy.activation], ""]
     loss_compiled = plain and choice.candidate.name == "compiled"
     compiled = recipe.train.compile == "on" or compiles_layers(recipe.train.compile, machine, by_default=False)
     free = free_pages(machine, BYTES[policy.matmul])
+    # The layers by their traces; without traces, their weights alone.
     if isinstance(traced, str):
         names = zip(skeleton.indices, layers, strict=True)
         classes = distinct(LayerClass(skeleton.class_name(), kind, w, w.count) for i, (kind, w) in enumerate(names))
@@ -91,6 +93,7 @@ def foreign_shape(
         classes = distinct(found.layer(place, weights) for place, weights in enumerate(layers))
         rest, backward, unknown = found.rest(), found.through("backward"), ""
         notes = (*traced[0].notes, *((EAGER,) if compiled else ()))
+    # Both ends of the model.
     width = getattr(net.config.get_text_config(), "hidden_size", 0)
     words = getattr(model.get_submodule(skeleton.embedding), "weight", None) if skeleton.embedding else None
     return ModelShape(

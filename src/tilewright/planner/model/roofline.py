@@ -81,8 +81,8 @@ def calls_s(num_experts: int, rates: Ceilings) -> float:
 
 
 def element_passes(fused: bool) -> float:
-    """The passes of element-wise work, forward and backward, over the bytes that a layer of our decoder keeps for
-    backward.
+    """The roofline's passes of element-wise work, forward and backward, over the bytes that a layer of our decoder
+    keeps for backward.
 
     Args:
         fused: it is compiled into loops.
@@ -112,8 +112,8 @@ def head_s(tokens: float, dim: int, vocab_size: int, fmt: str, rates: Ceilings) 
 
 
 def loss_s(logits: float, compiled: bool, fmt: str, rates: Ceilings) -> float:
-    """The seconds of the loss over so many logits: eager as measured; compiled two exponentials and four passes over
-    each."""
+    """The roofline's seconds of the loss over so many logits: eager as measured; compiled two exponentials and four
+    passes over each."""
     if not compiled:
         return logits / rates.loss[fmt]
     return logits * (2 / rates.exp + 4 * BYTES[fmt] / rates.bandwidth)

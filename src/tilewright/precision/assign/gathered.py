@@ -127,7 +127,7 @@ def settle(model: nn.Module, sites: Decisions) -> None:
 
 
 def _gather_as(param: Any, dtype: torch.dtype | None) -> None:
-    """Gather a sharded parameter in this dtype, None for its own; its gradient is FP32."""
+    """Let a sharded parameter be gathered in this dtype, None for its own; its gradient is FP32."""
     if dtype == param.param_dtype:
         return
     param.param_dtype, param.all_gather_outputs = dtype, []

@@ -63,7 +63,7 @@ class GemmStats:
 
     @property
     def gain_error(self) -> float:
-        """The error of a layer's gain: how far it is from 1. NaN where a gain is not a number."""
+        """The error of the gain in a layer's statistics: how far it is from 1. NaN where a gain is not a number."""
         errors = [abs(1 - self.gain_low), abs(1 - self.gain_high)]
         return math.nan if any(map(math.isnan, errors)) else max(errors)
 

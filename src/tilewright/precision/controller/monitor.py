@@ -56,7 +56,8 @@ class Monitor:
         self._max_rows = max(max_rows, _ROWS)
 
     def sample(self, passes: Iterable[Callable[[], object]]) -> QuantStats:
-        """Collect evidence from extra passes, merged into the worst of each number. The model is left as it was.
+        """Let the monitor run extra passes for evidence, merged into the worst of each number. The model is left as it
+        was.
 
         Args:
             passes: each runs a forward and a backward pass.

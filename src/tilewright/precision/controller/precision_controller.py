@@ -163,7 +163,7 @@ class PrecisionController:
         self.decide(step, self.monitor.sample(passes))
 
     def decide(self, step: int, evidence: QuantStats) -> None:
-        """Judge the evidence of all ranks, this one's among it, and carry out the moves of formats."""
+        """Let the precision controller judge the evidence of all ranks and carry out the moves of formats."""
         names = list(dict.fromkeys(site.layer for site in self.controller.sites))
         evidence = all_reduce_worst(evidence, names, _device_of(self.model), group=self._group)
         why = str(self.controller.suspect) if self.controller.suspect is not None else None
@@ -320,7 +320,8 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _over_ranks(loss: float, norm: float, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """Take the worst of each number over ranks, so that all ranks judge alike; NaN counts as infinite."""
+    """Take the worst of each of the precision controller's numbers over ranks, so that all judge alike; NaN counts as
+    infinite."""
     if group is None:
         return loss, norm
     numbers = torch.tensor([loss, norm], dtype=torch.float64, device=device).nan_to_num(nan=float("inf"))

@@ -187,7 +187,7 @@ def merge_lora(model: nn.Module) -> list[str]:
     layers, shared = adapted_layers(model), shared_weights(model)
     _check_whole(model, layers)
     for name, module in layers.items():
-        delta_MK = (_whole(module.lora_B) @ _whole(module.lora_A)) * module.lora_scaling
+        delta_MK = (_whole(module.lora_B) @ _whole(module.lora_A)) * module.lora_scaling  # [M, r] @ [r, K]
         delta = delta_MK.T if is_transposed(module) else delta_MK
         others = [other for other in shared.get(module.weight, ()) if other != name]
         if others:

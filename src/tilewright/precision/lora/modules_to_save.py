@@ -125,7 +125,7 @@ def train_saved(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that train as a whole beside adapters, by name."""
+    """The modules to save that train as a whole beside adapters, by name."""
     return {name: module for name, module in model.named_modules() if getattr(module, _SAVED, False)}
 
 

@@ -55,8 +55,8 @@ def _taken(kind: type[nn.Module]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _may_read(module: str) -> bool:
-    """True if a module's source may read the weight of a layer without calling it. This check comes before the source
-    is split into classes, which takes a second for a large model."""
+    """True if a module's source may read the weight of an uncalled layer. This check comes before the source is split
+    into classes, which takes a second for a large model."""
     try:
         return re.search(r"\bself\s*\.\s*\w+\s*\.\s*weight\b", inspect.getsource(sys.modules[module])) is not None
     except (OSError, TypeError, KeyError):

@@ -46,7 +46,7 @@ def _rebuild(kind: type[nn.Module], makers: Sequence[Maker]) -> nn.Module:
 
 
 def derive(module: nn.Module, maker: Maker) -> None:
-    """Give a module the class that the maker makes of its class."""
+    """Give a module a derived class: the one that the maker makes of its class."""
     kind = type(module)
     module.__class__ = rebased(kind, maker(kind.__bases__[0])) if is_injected(module) else maker(kind)
 

@@ -109,7 +109,7 @@ class ConversionReport:
 
 
 def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
-    """Parts that did not do what the policy asked for, by reason."""
+    """Parts of a precision report that did not do what the policy asked for, by reason."""
     found: dict[str, list[ModuleRow]] = {}
     for row in rows:
         if row.fallback:
@@ -118,7 +118,7 @@ def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
 
 
 def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
-    """The share of all rows' matmul work that fell back, and the parts that do most of it.
+    """The share of a precision report's matmul work that fell back, and the parts that do most of it.
 
     Example:
         >>> rows = [ModuleRow(name, "other", "bf16", "-", "-", "because", work=4.0) for name in ("a", "b")]

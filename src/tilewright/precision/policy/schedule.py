@@ -110,7 +110,7 @@ class FormatSchedule:
 
 
 def lr_factor(noise: float, strength: float) -> float:
-    """The factor of the learning rate for noise: 1 / (1 + strength * noise).
+    """The schedule's factor of the learning rate for noise: 1 / (1 + strength * noise).
 
     A gradient with relative noise r of independent sign loses alignment with the true one as 1 / sqrt(1 + r^2); a
     cautious rate falls faster, linearly at first. `strength` 0 leaves the rate alone; with 1, matmuls in E4M3 (noise

@@ -106,6 +106,7 @@ def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device
     def tiles(tensor: torch.Tensor):
         return kernels.quantize(tensor, FP8_ROW)
 
+    # The three GEMMs in both formats: x [N, K], dy [N, M], weight [M, K].
     both_x, both_dy = kernels.quantize_both(x, FP8_ROW), kernels.quantize_both(dy, FP8_ROW)
     block = kernels.quantize(master, FP8_BLOCK)
     bf16 = {
@@ -118,6 +119,7 @@ def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device
         "dgrad": seconds(lambda: kernels.tile_gemm(both_dy[0], block.transposed(), out_dtype=torch.bfloat16)),
         "wgrad": seconds(lambda: kernels.tile_gemm(both_dy[1], both_x[1], out_dtype=torch.float32)),
     }
+    # What quantising takes: row-wise copies, then what column-wise ones add.
     row_x, row_dy = seconds(lambda: tiles(x)), seconds(lambda: tiles(dy))
     column_x, column_dy = (seconds(lambda t=t: kernels.quantize_both(t, FP8_ROW)) for t in (x, dy))
     return UnitTime(

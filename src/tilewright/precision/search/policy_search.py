@@ -205,6 +205,6 @@ def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[f
 
 
 def speed_up(candidates: Sequence[PolicyCandidate], of: PolicyCandidate) -> float:
-    """How many times as fast a policy's linear matmuls are as those of "all BF16" among the candidates."""
+    """How many times as fast a searched policy's linear matmuls are as those of "all BF16" among the candidates."""
     base = next(candidate for candidate in candidates if candidate.name == "all BF16")
     return base.seconds / of.seconds if of.seconds else 1.0

@@ -223,7 +223,7 @@ class Reply:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Turn an error of the worker into the message that the client gets."""
+    """Turn an error of the worker into the reply that the client gets."""
     if isinstance(error, BusyError):
         return ApiError(429, "All places are taken; try again", code="too_many_requests", retry_after=1)
     if isinstance(error, StoppedError):

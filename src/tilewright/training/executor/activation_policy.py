@@ -114,7 +114,7 @@ class ActivationPolicy:
         return replace(self._asked, layers=layers)
 
     def apply(self, memory_plan: MemoryPlan) -> None:
-        """Keep the activations that a memory plan says from the next step on. Call it between steps only.
+        """Keep the activations of a memory plan from the next step on. Call it between steps only.
 
         Raises:
             ConfigError: it cannot be done by this executor, or not while the run continues; nothing has changed then.

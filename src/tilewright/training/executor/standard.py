@@ -181,12 +181,14 @@ class StandardExecutor:
             self._check_alike(microbatches)
             num_targets, num_tokens = count_over(self._data, microbatches, self.device)
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
+            # Forward and backward; with a controller a bad step is computed again in wider formats.
             if self.control is None or not num_targets:
                 self._begin(scale)
                 attempt, redone = self._attempt(microbatches, num_targets, scale), None
             else:
                 attempt, redone = self._guarded(self.control, microbatches, num_targets, scale)
             with self._phase("update"):
+                # The update, or nothing: then the statistics of the passes are put back.
                 if attempt.skipped is None:
                     self._bad_steps.in_a_row = 0
                     self._apply(lr, progress)

@@ -138,7 +138,8 @@ class StepTransaction:
             raise
 
     def retry_on_oom(self, work: Callable[[], Result], on_oom: Callable[[], None] | None = None) -> Result:
-        """Call `work()` again, each time that an allocator finds no memory, until it is through.
+        """Call `work()` of a step's transaction again, each time that an allocator finds no memory, until it is
+        through.
 
         Args:
             work: continues where it stood when it is called again, or starts over.

@@ -130,7 +130,7 @@ class Agreement(StepHook):
     # ---- acting together ----
 
     def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
-        """Apply a memory plan on all ranks, or on none if one of them fails.
+        """Apply a memory plan by agreement of all ranks, or on none if one of them fails.
 
         Raises:
             TilewrightError, torch.OutOfMemoryError: that of the first rank that cannot, on all.

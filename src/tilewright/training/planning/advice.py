@@ -47,7 +47,7 @@ def advice(loaded: Loaded, site: Site, found: Plan, request: PlanRequest) -> Adv
 
 
 def find_faster(loaded: Loaded, site: Site, found: Plan) -> Change | None:
-    """Find the fastest plan beside the one that `train` takes; None if it gains too little."""
+    """Advise the fastest plan beside the one that `train` takes; None if it gains too little."""
     best = decide(loaded, site, "fastest")
     if not best.accepted or best.tokens_per_s <= WORTH * found.tokens_per_s:
         return None

@@ -54,7 +54,8 @@ def explained(memory_tracker: MemoryTracker, recipe: Recipe, when: str) -> Itera
 
 
 def _proposals(recipe: Recipe) -> list[str]:
-    """Propose settings that lower the peak and are not in use, those that change no loss first."""
+    """Propose settings for the report of an out-of-memory (OOM): they lower the peak and are not in use, those that
+    change no loss first."""
     train, memory = recipe.train, recipe.memory
     found = []
     if train.micro_batch_size > 1:

@@ -252,7 +252,7 @@ def at_rates(plan: Plan, site: Site, rates: Ceilings) -> Plan:
 
 
 def keep_corrected(step: Step, corrected_s: float) -> None:
-    """Write a run's corrected seconds per step beside the planned ones in its plan.json."""
+    """Write the corrected pace of a run, seconds per step beside the planned ones, in its plan.json."""
     path = step.folder.path / PLAN_JSON
     plan = from_json(path.read_text(encoding="utf-8"))
     tokens_per_s = plan["tokens_per_step"] / corrected_s

@@ -107,6 +107,7 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
     recipe, results, waits, alone = setup.recipe, [], [], []
     counters, reasons = counters_of(processors=True, gpu=setup.machine.device == "cuda")
     try:
+        # Steps, with the same matmuls alone between some of them.
         for _ in range(WARM_UP_STEPS):
             parts.executor.step(parts.stream.next_step(), recipe.optim.lr)
         probe, gemms = _matmuls(parts)
@@ -122,6 +123,7 @@ def _measured(settings: Loaded, steps: int) -> StepBench:
         told, why = _owners(parts)
     finally:
         parts.stream.close()
+    # What was measured, per step and per token.
     joules = use.joules["steps"] if counters and meter.reads else None
     broken = [f"{name}: {part['trouble']}" for name, part in use.parts.items() if part["trouble"]]
     tokens = sum(result.num_tokens for result in results)

@@ -49,7 +49,7 @@ class CardPlan:
 
 
 def names_of(on: str, by: str, options: Mapping[str, Any]) -> list[str]:
-    """Names of the GPUs that a recipe is to be ranked on; none if one plan is asked for.
+    """Names of the cards (GPUs) that a recipe's plans are ranked on; none if one plan is asked for.
 
     Args:
         on: of `--on`, names with commas between them.

@@ -202,7 +202,7 @@ def _show(
 
 
 def _energy(loaded: "Loaded", best: "MeshStep", world: int, on: str) -> "PlannedEnergy":
-    """Estimate the energy of all steps in the best mesh."""
+    """Estimate the energy of all steps in the planned mesh."""
     from tilewright.planner.advice.energy import PlannedEnergy
     from tilewright.planner.machine.gpu_specs import find_published
     from tilewright.training.planning.minutes import expected_steps

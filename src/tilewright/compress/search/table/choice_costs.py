@@ -21,7 +21,7 @@ _OF_FFN = ("ffn_dim", "expert_dim", "shared_dim")
 
 
 def shape_key(config: DecoderConfig, place: PartPlace, shape: LayerShape) -> str:
-    """The key of a part's shape in the latency table: parts of one key are timed together.
+    """The key under which the latency table has the costs of a part's shape: parts of one key are timed together.
 
     Example:
         >>> config = DecoderConfig.of(vocab_size=100, dim=64, num_heads=4, num_layers=2)

@@ -19,8 +19,8 @@ REFUSED_WITH_EXPERTS: tuple[Refused, ...] = (
 
 
 def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """Find settings of a recipe with `parallel.ep` above 1 that are not supported yet, and numbers that do not
-    divide."""
+    """Find conflicts of experts: settings of a recipe with `parallel.ep` above 1 that are not supported yet, and
+    numbers that do not divide."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.ep == 1:
         return

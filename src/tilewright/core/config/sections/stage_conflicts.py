@@ -39,7 +39,8 @@ REFUSED_WITH_STAGES: tuple[Refused, ...] = (
 
 
 def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """Find settings of a recipe with `parallel.pp` above 1 that are not supported yet, and too few layers."""
+    """Find conflicts of stages: settings of a recipe with `parallel.pp` above 1 that are not supported yet, and too few
+    layers."""
     parallel, model = recipe.parallel, recipe.model
     if parallel.pp == 1:
         return

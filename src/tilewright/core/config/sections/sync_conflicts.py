@@ -28,7 +28,7 @@ REFUSED_WITH_CODES: tuple[Refused, ...] = (
 
 
 def sync_conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """Find settings of gradient sync that would be read and do nothing."""
+    """Find conflicts of gradient sync: settings that would be read and do nothing."""
     parallel = recipe.parallel
     if parallel.param_gather == "fp8":
         cannot = "cannot be with weights that are gathered as codes"

@@ -77,8 +77,8 @@ def tensor_conflicts(recipe: Recipe) -> Iterator[Conflict]:
 def uneven_widths(
     num_heads: int, num_kv_heads: int, ffn_dim: int, tp: int, shared_width: int = 0, *, owner: str = "model."
 ) -> Iterator[Conflict]:
-    """Find widths that tensor parallelism cannot cut into so many parts; 0: there is none, or it is not known. `owner`:
-    whose they are.
+    """Find conflicts of tensor parallelism: widths that cannot be cut into so many parts; 0: there is none, or it is
+    not known. `owner`: whose they are.
 
     Example:
         >>> [conflict.got for conflict in uneven_widths(8, 2, 100, 4)]

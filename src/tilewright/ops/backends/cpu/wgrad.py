@@ -97,7 +97,7 @@ class _Linear(torch.autograd.Function):
         x, low_MK = ctx.saved_tensors
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad
         dy_NM = dy.reshape(-1, dy.shape[-1])
-        dx = torch.matmul(dy, low_MK) if wants_dx else None
+        dx = torch.matmul(dy, low_MK) if wants_dx else None  # [..., K]
         dw = weight_gradient(dy_NM, x.reshape(-1, x.shape[-1])).to(ctx.weight_dtype) if wants_dw else None
         db = dy_NM.sum(0, dtype=torch.float32).to(dy.dtype) if wants_db else None
         return dx, dw, db

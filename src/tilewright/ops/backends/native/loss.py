@@ -185,7 +185,7 @@ class _Head:
 
     def logits(self, x_CD: Tensor, out_CV: Tensor) -> Tensor:
         """Logits of a loss's head, x W^T, written to `out`."""
-        return torch.mm(x_CD, self.weight_VD.T, out=out_CV)
+        return torch.mm(x_CD, self.weight_VD.T, out=out_CV)  # [C, D] @ [D, V]
 
     def input_gradient(self, dlogits_CV: Tensor, out_CD: Tensor) -> None:
         """Input's gradient of a loss's head, dlogits W, written to `out`."""

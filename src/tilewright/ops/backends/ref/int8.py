@@ -9,7 +9,7 @@ from torch import Tensor
 
 def int8_matmul(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor, made_from: Tensor | None = None) -> Tensor:
     """Multiply INT8 operands: the reference, see `ops.int8_linear`."""
-    return (codes_MK.double() @ qdata_NK.double().T).to(torch.float32)
+    return (codes_MK.double() @ qdata_NK.double().T).to(torch.float32)  # [M, N]
 
 
 def prepack(qdata_NK: Tensor) -> Tensor:

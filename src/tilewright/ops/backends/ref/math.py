@@ -70,7 +70,7 @@ def attention(
     k = k_BHSD.repeat_interleave(group, dim=1).to(high)
     v = v_BHSD.repeat_interleave(group, dim=1).to(high)
     scale = score_scale(q_BHSD, scale)
-    scores = (q_BHSD.to(high) @ k.mT) * scale
+    scores = (q_BHSD.to(high) @ k.mT) * scale  # [B, H, S, T]
     allowed = allowed_pairs(segments_BS, q_BHSD.shape[2], q_BHSD.device, window)
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).to(q_BHSD.dtype)
 
@@ -111,7 +111,7 @@ def newton_schulz(x_RC: Tensor, num_steps: int = 5) -> Tensor:
     x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=MUON_EPS)
     a, b, c = MUON_COEFFICIENTS
     for _ in range(num_steps):
-        gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+        gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x  # [S, S], S the shorter of R and C
         polynomial = b * gram + c * (gram @ gram)
         x = a * x + (polynomial @ x if x.shape[-2] <= x.shape[-1] else x @ polynomial)
     return x.to(torch.bfloat16)

@@ -38,7 +38,7 @@ def binds(step: MeshStep) -> str:
 
 
 def why_lost(first: MeshStep, other: MeshStep) -> str:
-    """Explain why a setting lost the mesh search: the cause on which it spends more time than the first one."""
+    """Answer why a setting lost the mesh search: the cause on which it spends more time than the first one."""
     more = {name: other.seconds * share - first.seconds * first.parts[name] for name, share in other.parts.items()}
     most = max(more, key=lambda name: more[name])
     slower = other.seconds / first.seconds - 1

@@ -73,7 +73,7 @@ class Space:
             )
 
     def meshes(self) -> Iterator[MeshSizes]:
-        """List the meshes that fill the world."""
+        """List the meshes of the space of settings: those that fill the world."""
         for pp in _divisors(self.world, min(self.layers, MOST_PP)):
             for tp in _divisors(self.world // pp, self.gpus):
                 if self.gpus % tp or self.heads % tp:
@@ -89,7 +89,7 @@ class Space:
                             yield MeshSizes(pp=pp, dp_replicate=data // shard, dp_shard=shard, tp=tp, ep=ep)
 
     def pipelines(self, pp: int) -> Iterator[Pipeline]:
-        """List the pipeline schedules for `pp` ranks in a row."""
+        """List the pipeline schedules of the space of settings, for `pp` ranks in a row."""
         if pp == 1:
             yield Pipeline(1)
             return
