@@ -52,10 +52,9 @@ def _group(section: Mapping[str, Any]) -> Group:
 
 def study_rows(study: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of a study whose program has left, as they were judged when it did."""
-    result = read(study["result"]) if "result" in study else None
+    result = read(study["result"])
     for metric, target, measured, status, *why in study["rows"]:
-        key = f"{study.get('result')}: {metric}"
-        yield Row(key, metric, target, Verdict(measured, status, *why), result, "" if result else "CPU")
+        yield Row(f"{result.name}: {metric}", metric, target, Verdict(measured, status, *why), result)
 
 
 def gpu_rows(group: str, folder: Path = RESULTS / "gpu") -> Iterator[Row]:

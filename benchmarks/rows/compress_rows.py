@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 from benchmarks.compress.export_default import wanted
-from benchmarks.rows.claim_rows import Result, Row, not_run, of, row
+from benchmarks.rows.claim_rows import Result, Row, not_run, of, read_all, row
 from benchmarks.rows.verdict import seeds
 
 UNITS = {"share": "{:.2f}", "seconds": "{:.0f} s", "percent": "{:+.2f} %", "over": "{:.2f}x", "bytes": "{:.3f}x"}
@@ -65,10 +65,22 @@ WAYS_OF_IMAGES = {
 
 
 def smaller() -> Iterator[Row]:
+    if not read_all("prune_importance"):
+        yield not_run("prune_importance", "which importance is best after recovery", "-")
+    yield from of("prune_importance", _importances)
     yield from of("prune_images", _images)
     yield from of("compress_minutes_*", _minutes)
     yield from of("token_speed_*", _tokens)
     yield from of("search_uniform", _searched)
+
+
+def _importances(result: Result) -> Iterator[Row]:
+    by_seed = list(result.results["seeds"].values())
+    for method in (name for name in by_seed[0] if name != "teacher"):
+        for key, how in (("cut", "before recovery, no fit"), ("recovered", "fitted and recovered")):
+            rises = [100 * found[method][key]["equal_rise"] for found in by_seed]
+            metric = f"loss of a small run with FFN -25 % by {method}, {how}, over as many more steps of the run"
+            yield Row(f"prune_importance {method} {key}", metric, "-", seeds(rises, None), result)
 
 
 def _images(result: Result) -> Iterator[Row]:
