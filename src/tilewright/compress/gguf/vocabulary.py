@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.compress.gguf.added_tokens import why_other_order
 from tilewright.data.common.tokenizer import SPLIT_PATTERN, Tokenizer
 
 _LLAMA3 = (
@@ -77,6 +78,8 @@ def why_no_vocabulary(
     strict = [t["content"] for t in raw.get("added_tokens", ()) if not t["special"] and any(t.get(f) for f in _EDGES)]
     if strict:
         return f"llama.cpp takes tokens as they are, and {strict[0]!r} also takes blanks beside it or whole words only"
+    if (order := why_other_order(raw.get("added_tokens", ()))) is not None:
+        return order
     if bool(raw["model"].get("ignore_merges")) != (pattern in _WHOLE_WORDS_FIRST):
         return f"ignore_merges = {raw['model'].get('ignore_merges')} is not what llama.cpp does for {pattern}"
     return None
