@@ -49,6 +49,18 @@ def test_a_mistake_in_a_recipe_is_told_before_torch_is_imported():
     assert "torch" not in loaded_modules(code)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["chat"], ["serve"], ["compress"], ["search"], ["eval"], ["eval", "nothing"], ["eval", "--tasks", "piqa"]),
+        *(["generate", "--prompt", "a"], ["export", "--to", "onnx"], ["report"], ["watch"]),
+    ],
+)
+def test_a_run_that_is_not_there_is_told_before_torch_is_imported(command, tmp_path):
+    code = f"import os; os.chdir({str(tmp_path)!r}); from tilewright.cli.app import run; assert run({command!r}) == 2"
+    assert "torch" not in loaded_modules(code)
+
+
 def test_a_report_needs_no_torch():
     """Nor does the download of `watch`, a process for each: they read records of a run."""
     code = "import tilewright.report.page, tilewright.report.watch.export, tilewright.cli.commands.outputs.report"

@@ -76,6 +76,16 @@ def test_a_plan_is_corrected_where_the_steps_own_work_is_far_off(planned_s, own,
             assert numbers["processor_s"] == pytest.approx(planned_s * own)
 
 
+@pytest.mark.parametrize(
+    ("step", "steps", "said"),
+    [(4, 100, ": the 96 that are left take 57.6 s"), (4, 5, ": the last one takes 600 ms"), (14, 14, "")],
+)
+@pytest.mark.parametrize("processor_s", [0.2, 0.6])
+def test_the_steps_that_are_left_are_named_where_there_are_any(step, steps, said, processor_s):
+    [(_, _, text, _)], _ = told(PlannedSeconds(0.25), StepSeconds(0.6, processor_s), step, steps)
+    assert text.startswith(f"steps take 600 ms, 2.4 times the planned 250 ms{said}. ")
+
+
 def test_seconds_of_links_are_no_work():
     """A step of 1 s, of which the disk has 0.8: 2 s with 0.2 s on a processor are the disk's, and no rate is wrong."""
     planned, asked = PlannedSeconds(1.0, moved=0.8), []

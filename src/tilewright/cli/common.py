@@ -111,6 +111,18 @@ def _run_folder(ctx: click.Context, param: click.Parameter, value: str) -> Path:
     return find_run(value)
 
 
+def run_or_model(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Callback of an argument that names a run or a model: a latest run that is not there is an error before torch is
+    imported, which takes seconds.
+
+    Raises:
+        ConfigError: `runs/latest` is meant, and there is none.
+    """
+    if value == LATEST:
+        find_run(value)
+    return value
+
+
 def is_run(value: str) -> bool:
     """True where a path, or a name below `runs`, means a run's folder; `runs/latest` always does."""
     return value == LATEST or _run_at(value) is not None

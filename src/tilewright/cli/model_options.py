@@ -5,14 +5,14 @@ from typing import Any, TypeVar
 
 import click
 
-from tilewright.cli.common import THREADS, FiniteRange
+from tilewright.cli.common import LATEST, THREADS, FiniteRange, run_or_model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def model_argument(function: Function) -> Function:
     """Add the argument of a command that takes a run or a model: `runs/latest` where it is left out."""
-    return click.argument("name", default="runs/latest", metavar="[RUN_OR_MODEL]")(function)
+    return click.argument("name", default=LATEST, metavar="[RUN_OR_MODEL]", callback=run_or_model)(function)
 
 
 def model_options(function: Function) -> Function:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from tilewright.cli.common import find_run, json_option, print_json, show_table, verbosity
+from tilewright.cli.common import LATEST, find_run, json_option, print_json, run_or_model, show_table, verbosity
 from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.data.dataset.compressors import COMPRESSORS, pooled_bits
 
@@ -18,7 +18,7 @@ _TASK_OPTIONS = ("limit", "num_fewshot", "include_path", "batch_size", "apply_ch
 
 
 @click.command("eval")
-@click.argument("run", default="runs/latest", metavar="[RUN|MODEL]")
+@click.argument("run", default=LATEST, metavar="[RUN|MODEL]", callback=run_or_model)
 @click.option("--batches", type=click.IntRange(1), help="Micro-batches per domain. Default: the run's eval_batches.")
 @click.option("--tasks", metavar="NAME,...", help="Tasks of lm-evaluation-harness instead of the held-out text.")
 @click.option("--limit", type=click.IntRange(1), help="Documents of each task. Default: all.")
@@ -51,11 +51,12 @@ def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **opt
         chat = options.pop("apply_chat_template")
         evaluate_tasks(run, TaskOptions(names, chat=chat, **options), as_json)
         return
+    folder = find_run(run)  # before torch is imported, which takes seconds
     from tilewright.cli.load_run import reopen
     from tilewright.training.components.dataset import held_out, prepare_data
     from tilewright.training.executor.evaluate import evaluate, pooled
 
-    opened = reopen(find_run(run))
+    opened = reopen(folder)
     data = prepare_data(opened.recipe)
     rows = held_out(opened.recipe, data, batches)
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.

@@ -183,7 +183,8 @@ class AdaptiveReplanner(StepHook):
         self.memory_factor *= factor
         if factor - 1 >= -ERROR and error <= threshold:
             if not self._told:  # the user has seen that plans are right
-                text = f"{words}, within {100 * ERROR:g}%"
+                grown = "" if error >= -ERROR else f" with the {self._growth:.0%} more that later steps take"
+                text = f"{words}, within {100 * ERROR:g}%{grown}"
                 self._record("calibration", text, shown=self._near(), threshold=ERROR, **numbers)
             self._told = True
             return

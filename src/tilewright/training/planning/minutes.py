@@ -71,7 +71,7 @@ def long_run(train: TrainSection, done: int, step_s: float) -> str:
         return ""
     return (
         f"{left:,} steps of about {format_seconds(step_s)} take {format_seconds(left * step_s)} as planned. Ctrl-C "
-        f"saves and stops, the same command goes on from there; --train.minutes {LONG_S / 60:g} trains for so long"
+        f"saves and stops, the same command continues from there; --train.minutes {LONG_S / 60:g} trains for so long"
     )
 
 

@@ -133,7 +133,9 @@ def hold_against_plan(
         else:  # steps of a small model take what no rate tells
             text += ", which is no nearer: the plan stays"
             numbers |= {"again_s": again}
-    text += f": the {left:,} that are left take {format_seconds(left * found.clock)}"
+    if left:
+        text += f": the {f'{left:,} that are left take' if left > 1 else 'last one takes'} "
+        text += format_seconds(left * found.clock)
     if found.shared:
         as_planned = "" if far else ", as planned"
         text += (

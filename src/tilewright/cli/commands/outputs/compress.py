@@ -16,6 +16,7 @@ from tilewright.cli.common import (
     json_option,
     overrides,
     print_json,
+    run_or_model,
     show_table,
     verbosity,
 )
@@ -28,7 +29,7 @@ PAGE = "compress.html"
 
 
 @click.command(cls=RecipeCommand)
-@click.argument("run", default=LATEST, metavar="[RUN]")
+@click.argument("run", default=LATEST, metavar="[RUN]", callback=run_or_model)
 @click.option(
     "--budget",
     default="1%",

@@ -13,6 +13,7 @@ from tilewright.cli.common import (
     json_option,
     overrides,
     print_json,
+    run_or_model,
     show_table,
     verbosity,
 )
@@ -25,7 +26,7 @@ PAGE = "search.html"
 
 
 @click.command(cls=RecipeCommand)
-@click.argument("run", default=LATEST, metavar="[RUN]")
+@click.argument("run", default=LATEST, metavar="[RUN]", callback=run_or_model)
 @click.option(
     "--limits",
     default="token=85%",
