@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -56,3 +58,54 @@ def test_changed_fields_are_told_and_numerics_marked():
         "data.prefetch": False,
     }
     assert str(changes[0]).startswith("data.prefetch: 2 -> 1")
+
+
+COMPILER = """#!/bin/sh
+trap '' INT
+case "$*" in *" -o "*) if [ ! -e "$0.sent" ]; then touch "$0.sent"; kill -INT 0; fi; exit 1;; esac
+exec g++ "$@"
+"""
+COMPILING = """
+import torch
+from tilewright.training.runlog.signals import StopRequest
+try:
+    with StopRequest():
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8))
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_of_a_terminal_ends_compilers_too_and_that_is_no_traceback(tmp_path):
+    """It reaches all processes of the command: here the compiler sends it, and ends without a result."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING],
+        env=os.environ | {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        start_new_session=True,  # a process group of its own
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (tmp_path / "compiler.sent").exists()
+    assert done.stdout.split() == ["stopped"]
+    assert "SIGINT ended the C++ compiler too" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_the_compiler_without_a_stop_keeps_its_traceback():
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    with pytest.raises(InductorError), StopRequest():
+        raise InductorError(CppCompileError(["g++"], "no such flag"), None)
+    with pytest.raises(ValueError, match="another"):
+        _stopped_with(ValueError("another"))
+
+
+def _stopped_with(error):
+    with StopRequest() as stop:
+        stop.request("SIGINT")
+        raise error

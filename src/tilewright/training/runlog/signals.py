@@ -1,10 +1,12 @@
 """Stopping in good order and starting again: signals, and what changed in the recipe since.
 
-SIGTERM and Ctrl-C finish the step, save, and end with exit code 0; a second Ctrl-C breaks off at once.
+SIGTERM and Ctrl-C finish the step, save, and end with exit code 0; a second Ctrl-C breaks off at once. So does the
+first one where it ended a compiler that the step needs.
 The checkpoint itself is found by `checkpoint` and read by `state`.
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,9 +43,16 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.reason is not None and error is not None and _is_of_compiler(error):
+            say(
+                f"{self.reason} ended the C++ compiler too, so this step cannot be finished. The same command "
+                "continues from the newest checkpoint, or starts again where there is none.",
+                error=True,
+            )
+            raise KeyboardInterrupt from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason is not None:
@@ -51,6 +60,16 @@ class StopRequest:
         name = signal.Signals(number).name
         self.request(name)
         say(f"{name}: finishing the step and saving; Ctrl-C again breaks off at once.", error=True)
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    """True of an error of torch's compiler. A terminal sends Ctrl-C to all processes of a command, and `timeout` its
+    signal: compilers that run at the time end with it."""
+    if not isinstance(error, RuntimeError) or "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return isinstance(error, BackendCompilerFailed)
 
 
 @dataclass(frozen=True)
