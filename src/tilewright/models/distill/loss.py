@@ -106,7 +106,7 @@ def _from_tokens(
 ) -> LossOutput:
     """Distillation loss from tokens of the teacher that were kept."""
     of_rows = labels_N, batch[TOKENS].flatten(0, 1), batch[LOGS].flatten(0, 1)
-    rows = rows_at_once(*weight_VD.shape, chunk_bytes, on_cpu=x_ND.is_cpu)
+    rows = rows_at_once(weight_VD.shape[0], weight_VD.shape[1], chunk_bytes, on_cpu=x_ND.is_cpu)
     loss_sum, each_N2 = summed_in_chunks(partial(_token_chunk, how=how), x_ND, weight_VD, of_rows, rows)
     return _output(loss_sum, each_N2.sum(0), [each_N2], batch, how.weight)
 
