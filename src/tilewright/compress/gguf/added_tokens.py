@@ -11,7 +11,7 @@ from typing import Any
 
 
 def why_other_order(added: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why llama.cpp finds other added tokens in a text than the tokenizer; None where it finds the same in any text.
+    """Say why llama.cpp finds other added tokens in a text than the tokenizer; None where it finds the same in any.
 
     Args:
         added: `added_tokens` of a tokenizer.json.
@@ -38,14 +38,14 @@ def why_other_order(added: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _inside(text: str, tokens: Mapping[str, Any]) -> list[str]:
-    """Other added tokens within the text of one."""
+    """Find the other added tokens within the text of one."""
     size = len(text)
     spans = [(start, end) for start in range(size) for end in range(start + 1, size + 1) if end - start < size]
     return [text[start:end] for start, end in spans if text[start:end] in tokens]
 
 
 def _hidden(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer and llama.cpp differ about a token within another: the tokenizer looks for the inner one
+    """True where a tokenizer and llama.cpp differ about a token within another: the tokenizer looks for the inner one
     earlier, or not at all within a special token that is text."""
     first, second = not inner.get("normalized"), not outer.get("normalized")
     as_text = bool(outer.get("special")) and not inner.get("special")
