@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,13 @@ def test_not_implemented_is_an_abstract_method(trees):
             if isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node) and id(node) not in abstract:
                 bad.append(f"{name(path)}:{node.lineno}")
     assert not bad, f"no abstract method: {bad}"
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig):
+    """pytest leaves folders out by their names; one called `build` was never run."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    parts = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    skipped = sorted(part for part in parts if any(fnmatch(part, pattern) for pattern in left_out))
+    assert not skipped, f"pytest never enters these folders (norecursedirs): {skipped}"
+    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]

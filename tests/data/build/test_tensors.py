@@ -162,7 +162,7 @@ def test_other_tensors_invalidate_no_text(source, tmp_path):
     build(settings(source, media=MEDIA | {"image_size": 24}, duplicates=NEAR), tmp_path)
     work = tmp_path / "work"
     made = {p.relative_to(work).parts[0] for p in work.rglob("receipt.json") if before.get(p) != p.stat().st_mtime_ns}
-    assert made == {"read", "media", "dataset"}
+    assert made == {"read", "media", "dataset", "shards"}
     build(settings(source, duplicates=NEAR), tmp_path)
     assert not (tmp_path / "media").exists()
 

@@ -114,7 +114,7 @@ def test_few_texts_give_no_threshold(trained):
     for words in (
         f"{LEAST_FOR_LOSS - 1} clean texts",
         f"need   {LEAST_FOR_LOSS}",
-        f"these give {own:.2f}",
+        f"threshold = {own:.2f} in [noise] (what these texts give)",
         "allow_weak = true",
     ):
         assert words in str(caught.value), words
