@@ -28,7 +28,7 @@ TINY = {
 }  # fmt: skip
 IMPORT_ALL = """
 import importlib.util, pkgutil, tilewright
-serving = ("api.reply", "app", "connections", "server_process")
+serving = ("api.reply", "http_server", "connections", "server_process")
 of_extras = ("tilewright.integrations", *(f"tilewright.serving.{name}" for name in serving))
 for module in pkgutil.walk_packages(tilewright.__path__, "tilewright."):
     if not module.name.startswith((*of_extras, "tilewright.ops.backends.triton", "tilewright.__main__")):
