@@ -53,13 +53,16 @@ class Wanted:
             source: as the user wrote it.
             why: it cannot be had.
         """
-        close = _close_names(path)
+        close, got, try_ = _close_names(path), f"{source[:200]!r}, {why}", self.try_
+        if not path.is_absolute():  # a run's settings, too, are read where a command runs
+            got += f"; looked for in {Path.cwd()}"
+            try_ += f"; or an absolute path, or the command in the folder that {source[:200]!r} is in"
         return DataError(
             f"No {self.noun} at this path",
             where=self.setting,
-            got=f"{source[:200]!r}, {why}",
+            got=got,
             need=self.need,
-            try_=f"{path.parent / close[0]}   (a similar name in the same folder)" if close else self.try_,
+            try_=f"{path.parent / close[0]}   (a similar name in the same folder)" if close else try_,
         )
 
     def unusable(self, label: str, got: str, better: str = "") -> DataError:
