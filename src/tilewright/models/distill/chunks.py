@@ -3,7 +3,8 @@
 What is kept until backward are the gradients of the head's input and weight, not logits: these are made once, of a few
 rows that stay in the processor's caches, and freed. Backward multiplies the gradients by what comes from above.
 
-In FP16 they would underflow: loss scaling multiplies the loss behind this. There each chunk is made again in backward.
+In FP16 they would underflow: loss scaling multiplies the loss behind this. There gradients are made in backward, and
+each of several chunks is made again for them.
 
 Legend: N rows  C rows of a chunk  D width of the input  V vocabulary.
 """
@@ -55,8 +56,10 @@ def summed_in_chunks(
         of_rows: [N, ...] each, handed over by chunks.
         rows: of a chunk.
     """
-    if x_ND.dtype != torch.float16 or len(x_ND) <= rows:
+    if x_ND.dtype != torch.float16:
         return _InChunks.apply(of_chunk, x_ND, weight_VD, tuple(of_rows), rows)
+    if len(x_ND) <= rows:
+        return of_chunk(x_ND, weight_VD, *of_rows)
     parts = [
         checkpoint(of_chunk, x_CD, weight_VD, *entries, use_reentrant=False)
         for x_CD, *entries in zip(x_ND.split(rows), *(each.split(rows) for each in of_rows), strict=True)
@@ -88,8 +91,9 @@ class _InChunks(torch.autograd.Function):
             if needs[0]:
                 of_x.append(next(found))
             if needs[1]:
-                part_VD = next(found)
-                of_weight = part_VD.to(weight_VD.dtype) if of_weight is None else of_weight.add_(part_VD)
+                part_VD = next(found)  # summed in FP32: a sum in 16 bits would round with each chunk
+                of_weight = part_VD.float() if of_weight is None else of_weight.add_(part_VD)
+        of_weight = None if of_weight is None else of_weight.to(weight_VD.dtype)
         ctx.needs = needs
         ctx.save_for_backward(*([torch.cat(of_x)] if needs[0] else ()), *(() if of_weight is None else (of_weight,)))
         each_N = torch.cat(each)
