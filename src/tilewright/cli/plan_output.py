@@ -141,6 +141,7 @@ def to_json(
     plan: Plan, told: Advice = NOTHING, other: Mapping[str, str] | None = None, curve: Sequence[Plan] = ()
 ) -> dict[str, Any]:  # fmt: skip
     """Convert a plan's tables to plain types for JSON; None for what is not known."""
+    # With a part of the model unknown, times are left out and the peak is a lower bound, `least_bytes`.
     known, faster, energy = not plan.shape.unknown, told.faster, _energy_of(plan)
     return {
         "verdict": plan.verdict,

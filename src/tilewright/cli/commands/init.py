@@ -31,6 +31,7 @@ def init(recipe: str, to: Path | None, force: bool, list_: bool) -> None:
             "No such recipe", got=recipe, need=f"one of {', '.join(shipped_recipes())}", try_="tilewright init --list"
         )
     target = to or Path(source.name)
+    # A recipe that is there may hold edits.
     if target.exists() and not force:
         raise ConfigError(
             "File already exists",

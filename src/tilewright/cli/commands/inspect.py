@@ -84,6 +84,7 @@ def _recipe(target: str, settings: list[str], as_json: bool) -> None:
 
 def _run(folder: Path, as_json: bool) -> None:
     """`inspect` of a run: precision and kernels, from its folder."""
+    # 1. What the folder records. A run that stopped early lacks some of these files.
     precision = recorded.read(folder / "precision.json")
     if precision is not None:
         precision = recorded.checked(recorded.MODULES, precision, folder / "precision.json")
@@ -96,6 +97,7 @@ def _run(folder: Path, as_json: bool) -> None:
         told = None if audit is None else audit | {"rows": [row.to_json() for row in audit["rows"]]}
         print_json({"precision": precision, "work": work, "kernels": kernels, "audit": told})
         return
+    # 2. Tables. The recipe names the optimizer's states, which decide the kernel that updates them.
     recipe = load_recipe(folder / "run.toml", environ={})
     echo(f"{folder}: {recipe.name}\n")
     if precision:

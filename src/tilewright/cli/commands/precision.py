@@ -57,6 +57,7 @@ def search(
     from tilewright.precision.search.loss_model import parse_budget
 
     share = parse_budget(budget)
+    # Measuring takes minutes: what would stop the files from being written is refused before it.
     files = {suffix: out.with_suffix(suffix) for suffix in (".toml", ".json", ".svg")}
     _check_files(files, loaded.path, force)
     from tilewright.cli import precision_output as output
@@ -69,6 +70,7 @@ def search(
     intro = output.intro_of(found, loaded.name, budget, weights)
     facts = {"recipe": loaded.name, "budget": share, "weights": weights} | found.to_json()
     title = f"{loaded.name}: loss given up for speed"
+    # All texts are made before the first file is written: an error leaves no policy without its measurements.
     texts = {
         ".toml": output.policy_text(found, loaded, files[".toml"], intro),
         ".json": to_json(facts, indent=1) + "\n",

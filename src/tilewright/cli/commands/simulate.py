@@ -114,6 +114,7 @@ def simulate(ctx: click.Context, ladder: bool, html: str, as_json: bool, **optio
     The order of passes is that of torch's own schedules. Idle time is shown by cause, with exposed communication, the
     activations that ranks hold and the passes that decide how long a step takes. Rank r of row i is rank r x DP + i.
     """
+    # Defaults are not given: the ladder sets those options itself.
     given = {name for name in options if ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE}
     if ladder and (both := [name for name in _CHOSEN_BY_LADDER if name in given]):
         option = f"--{both[0].replace('_', '-')}"

@@ -56,11 +56,13 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
             try_=f"tilewright finetune {model} conversations.jsonl",
             where="DATA",
         )
+    # These import torch, which `--help` and a command without conversations do without.
     with gc_paused():
         from tilewright.cli.commands.chat_models.tuned_recipe import check_shapes, tuned_recipe, with_passes
         from tilewright.data.dataset.prepared_text import PreparedData
         from tilewright.training.components.dataset import prepare_data
 
+    # 1. The recipe. Pairs of preferences are refused first: another recipe learns them.
     check_shapes(model, data, how, overrides(ctx))
     loaded, _ = tuned_recipe(model, data, how, overrides(ctx))
     for note in loaded.notes:
@@ -68,6 +70,7 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
     section = loaded.recipe.model
     code = "tilewright's decoder" if section.kind != "hf" else "transformers' code"
     say(f"model: {section.path}, run by {code}; {_WORDS[how]}")
+    # 2. The data, before the number of steps is known: passes are counted in prepared rows.
     prepared = prepare_data(loaded.recipe)
     assert isinstance(prepared, PreparedData)
     loaded = with_passes(loaded, prepared, passes)
@@ -78,6 +81,7 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
         said = f"{train.steps}"
         size += f", {train.steps * train.global_batch_size / max(1, rows):.2g} passes over {rows} rows"
     say(f"steps: {said} {size}")
+    # 3. From here on it is `tilewright train` with that recipe.
     result = train_and_judge(loaded, dry_run, _tell_plan)
     if result.run_dir is not None and result.stopped is None:
         _next(loaded, result.run_dir)

@@ -40,6 +40,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     from tilewright.data.engine.build_settings import load_data_toml
     from tilewright.data.engine.run import build_dataset
 
+    # Processes under torchrun would each build the whole folder; those of `rank` share its units.
     if executor != "rank":
         check_one_process(f"data build --executor {executor}")
     loaded = load_data_toml(settings)
@@ -49,6 +50,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
         content = build_dataset(loaded, folder, running, progress)
     if not chosen.is_first:
         return
+    # The account is read from the folder, so that a continued build reports the units of earlier commands too.
     from tilewright.data.dataset.build_account import build_account
     from tilewright.report.pages.build_page import write_build_page
 

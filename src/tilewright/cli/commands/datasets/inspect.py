@@ -121,6 +121,7 @@ def _none(folder: Path, kind: str, wanted: str) -> DataError:
 
     option, other = ("--reject", "--record") if kind == "rejects" else ("--record", "--reject")
     need = "an id or its beginning, or the name or path of a file; * stands for anything"
+    # 1. What could have been named: stages and rules that dropped something, with their counts.
     names: dict[str, int] = {}
     if kind == "rejects":
         for reason in reasons_of(folder):
@@ -130,6 +131,7 @@ def _none(folder: Path, kind: str, wanted: str) -> DataError:
         if len(names) > _MOST_REASONS:
             listed += f"\n{len(names) - _MOST_REASONS} others: tilewright data inspect {shlex.quote(str(folder))}"
         need += "; or a stage or rule that dropped something:\n" + listed if names else "; nothing was dropped"
+    # 2. What may have been meant: the same text in the other table, else a name that is close to it or holds it.
     near = difflib.get_close_matches(wanted, names, n=1) or [name for name in names if wanted.lower() in name.lower()]
     if next(find_records(folder, "records" if kind == "rejects" else "rejects", wanted), None) is not None:
         option, meant = other, wanted

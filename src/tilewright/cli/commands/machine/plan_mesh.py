@@ -28,6 +28,7 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: they do.
     """
+    # 1. Options that only a search of meshes reads.
     of_mesh = [name for name in ("nodes", "link") if options[name]]
     if not world and of_mesh:
         raise ConfigError(
@@ -37,6 +38,7 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
             try_=f"--world 8 --{of_mesh[0]} ...",
             where=f"--{of_mesh[0]}",
         )
+    # 2. Options of the plan of one device, which a search of meshes would ignore.
     of_one = [name for name in ("fastest", "largest", "host_memory", "disk_memory") if options[name]]
     if world and of_one:
         option = f"--{of_one[0].replace('_', '-')}"
@@ -47,6 +49,7 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
             try_=f"tilewright plan RECIPE --world {world} --on h100",
             where=option,
         )
+    # 3. An explanation is printed alone: it has no plan to compare or to write.
     unseen = [name for name in ("compare", *(() if world else ("out", "html"))) if options[name]]
     if options["why"] and unseen:
         raise ConfigError(
@@ -56,6 +59,7 @@ def check_options(world: int, options: Mapping[str, Any]) -> None:
             try_=f"two commands, one with --why and one with --{unseen[0]}",
             where="--why",
         )
+    # 4. Links between ranks are not measured here but looked up by the GPU's name.
     if world and not options["on"]:
         raise ConfigError(
             "--world without the name of a GPU",
@@ -80,6 +84,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
         ConfigError: see `cluster_of`; or no mesh takes the batch; or `--why` names no line.
         FitError: nothing fits.
     """
+    # These import torch, which `--help` does without.
     with gc_paused():
         from tilewright.data.common.progress import ProgressBar
         from tilewright.planner.simulate.mesh import search_answer
@@ -95,6 +100,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
         if not found.best:
             progress.phase("what would fit")
             raise _nothing_fits(loaded, world, options, found, finder)
+        # An explanation of one line, or the list with what would be faster. The second searches again, per change.
         if options["why"]:
             lines = why(found, *step_named(found, options["why"]))
             changes, other = (), None
@@ -103,6 +109,7 @@ def plan_mesh(loaded: "Loaded", world: int, options: Mapping[str, Any], typed: S
             progress.phase("what would be faster")
             changes = finder.changes(found.best[0])
             other = _other(world, options, typed, tables) if options["compare"] else None
+    # Files of --out and --html are written in each case.
     if lines:
         print_json({"why": lines}) if as_json else echo("\n".join(lines))
     elif as_json:
