@@ -52,6 +52,7 @@ def check_source(source: ExportSource, kinds: Sequence[Kind]) -> None:
         ConfigError: it is of a kind that is not compressed, or its settings do not go with such cuts.
     """
     recipe, config = source.recipe, source.model.config
+    # 1. The shape. A cut takes as much of each layer, so that layers must be alike.
     if isinstance(config, DecoderConfig) and config.layers:
         raise ConfigError(
             "Layers of their own shapes are not cut",
@@ -60,6 +61,7 @@ def check_source(source: ExportSource, kinds: Sequence[Kind]) -> None:
             try_="tilewright search, which finds a smaller shape for each layer",
             where=str(source.run),
         )
+    # 2. The teacher. Distillation by layers pairs layers of both models by their numbers.
     taught = [name for name in TARGET_NAMES if getattr(recipe.distill, name)]
     if taught and "layers" in kinds:
         raise ConfigError(
@@ -69,6 +71,7 @@ def check_source(source: ExportSource, kinds: Sequence[Kind]) -> None:
             try_=f"--cut ffn,heads, or {' '.join(f'--distill.{name}={{}}' for name in taught)}",
             where="--cut",
         )
+    # 3. The kind of run: stages recover the loss of these tasks only, with whole weights.
     if recipe.model.task in DEFAULTS and not recipe.lora.rank and recipe.data.format != "preferences":
         return
     raise ConfigError(
@@ -123,6 +126,7 @@ def stage_recipe(
     Raises:
         ConfigError: settings of the run do not go with a stage.
     """
+    # 1. What makes the run a stage: another model and length; the compression reports, not the stage.
     values: dict[str, Any] = {
         "run.name": name,
         "run.dir": str(out.resolve()),
@@ -147,9 +151,12 @@ def stage_recipe(
         rule = PrecisionRule.model_validate({"compute": integers})
         values["precision.rules"] = (*source.recipe.precision.rules, rule)
     recipe = changed(source.recipe, values)
+    # 2. The teacher: the source. Its answers are kept where all stages read the same rows.
     cache = str(out.resolve() / ROWS) if rows_are_kept(source.recipe) else ""
     teacher = {"teacher": str(source.run.resolve()), "cache": cache}
     section = source.recipe.distill.model_copy(update=teacher) if taught else DistillSection()
+    # 3. One process, however many trained the source; what the source's settings then contradict is the stage's
+    # error.
     recipe = recipe.model_copy(update={"distill": section, "parallel": ParallelSection()})
     problems = [Problem(one.what, one.got, one.need, one.try_, f"stage {name}") for one in conflicts(recipe)]
     if problems:

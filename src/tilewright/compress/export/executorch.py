@@ -29,10 +29,12 @@ def _write(source: ExportSource, path: Path) -> Written:
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower  # pyright: ignore[reportMissingImports]
     from executorch.exir.error import ExportError, InternalError  # pyright: ignore[reportMissingImports]
 
+    # 1. Weights in 4 bits. Known codes go through the same graph as the weights, since it may join layers.
     coded = source.four_bits
     graph = graph_of(coded.model)
     codes = through(coded.model, coded.codes, graph_of) if coded.codes else {}
     quantized, formats = quantize_8da4w(graph, codes)
+    # 2. The traced graph, lowered for XNNPACK.
     traced = trace(quantized, longest=LONGEST)
     need = "operations that ExecuTorch and XNNPACK know"
     with converting("Model cannot be lowered for ExecuTorch", need=need, errors=(ExportError, InternalError)):
@@ -44,6 +46,7 @@ def _write(source: ExportSource, path: Path) -> Written:
         program = lowered.to_executorch(ExecutorchBackendConfig(extract_delegate_segments=True))
     with path.open("wb") as file:
         program.write_to_file(file)
+    # 3. What a caller has to know: shapes of the keys and values that it passes from call to call.
     notes = (coded.how,) if coded.how else ()
     notes += () if graph.kept else ("whole rows only: the model keeps no keys and values",)
     kept = [[heads, width] for _, (heads, _, width) in graph.kept]

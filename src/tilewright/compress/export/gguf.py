@@ -46,6 +46,7 @@ def _why_no_vocabulary(source: ExportSource) -> str | None:
 def _write(asked: str, source: ExportSource, path: Path) -> Written:
     shape = shape_of(source.model, max_positions(source.recipe, source.model))
     notes, form, words, rules = [], "", None, source.text_rules
+    # 1. Text: a vocabulary that gives the same ids, or none. Other ids would be wrong without an error.
     if _why_no_vocabulary(source) is None:
         words = vocabulary(source.tokenizer, shape.vocab_size, rules.begin, rules.end)
         form = normal_form(source.tokenizer)
@@ -56,6 +57,7 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
     unknown = beyond(eos_id, rules.stops, words.tokens) if words else ()
     if unknown:
         notes.append(f"llama.cpp has room for three tokens that end an answer; callers stop at {', '.join(unknown)}")
+    # 2. Matrices. Q4_0 takes negative scales, which lose less (`stored_codes`).
     coded = source.four_bits_signed if asked == "q4_0" else Coded(source.model)
     notes += [coded.how] if coded.how else []
     write_file(
@@ -72,6 +74,7 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         pad_id=source.tokenizer.pad_id,
         chat_template=rules.template,
     )
+    # 3. Formats as read back from the file, not as asked for.
     formats = read_formats(path)
     if asked != "f16" and formats.get("f16"):
         notes.append(f"{formats['f16']} matrices stay F16: their rows are no multiple of {BLOCK}")

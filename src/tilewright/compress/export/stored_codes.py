@@ -150,6 +150,7 @@ def through(model: Any, codes: Mapping[str, IntegerTensor], make: Any) -> dict[s
     Returns:
         By the layer's name in the graph.
     """
+    # 1. One graph per factor, written into the model's parameters in turn: values = codes * scales.
     named = {name: parameter for name, parameter in model.named_parameters() if name in codes}
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     graphs = []
@@ -165,6 +166,7 @@ def through(model: Any, codes: Mapping[str, IntegerTensor], make: Any) -> dict[s
     finally:
         for name, parameter in named.items():
             parameter.data = before[name]
+    # 2. Layers whose codes came through: whole numbers of 4 bits that give the values bit by bit.
     found = {}
     layers = [{n: m for n, m in graph.named_modules() if isinstance(m, nn.Linear)} for graph in graphs]
     example = next(iter(codes.values()), None)

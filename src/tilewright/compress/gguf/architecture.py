@@ -53,6 +53,7 @@ def why_no_shape(model: Model, task: str) -> str | None:
     """Why llama.cpp has no architecture for the model; None where it has."""
     if task != "causal_lm":
         return f"llama.cpp continues text, and this model's task is {task}"
+    # 1. Parts that no architecture of llama.cpp computes as the model does.
     try:
         raw = hf_config(model)
     except CheckpointError as error:
@@ -71,6 +72,7 @@ def why_no_shape(model: Model, task: str) -> str | None:
         )
     if kind not in ARCHITECTURES:
         return f"model_type {kind!r}: none of {', '.join(ARCHITECTURES)}"
+    # 2. Values of config.json that have no key in a GGUF file: llama.cpp would compute with its own.
     wrong = [f"{key} = {raw[key]!r}" for key, values in _PLAIN.items() if raw.get(key, values[0]) not in values]
     rope = raw.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -53,6 +53,7 @@ def why_no_vocabulary(
         begin, end: ids that it puts around a text.
         normalized: callers give text in the tokenizer's Unicode form.
     """
+    # 1. The model and the pattern that splits text before its merges.
     raw = json.loads(tokenizer.backend.to_str())
     if raw["model"].get("type") != "BPE" or raw["model"].get("byte_fallback"):
         return f"llama.cpp's byte-level BPE is written only, and the tokenizer is {raw['model'].get('type')}"
@@ -62,6 +63,7 @@ def why_no_vocabulary(
             "llama.cpp has a fixed list of patterns that split text, and this tokenizer's is none that is written here "
             f"({', '.join([*_PATTERNS.values(), _BYTE_LEVEL])}): it would get other token ids"
         )
+    # 2. What is done to a text before it is split: its Unicode form, tokens around it.
     form = normal_form(tokenizer)
     if form not in ("", "NFC"):
         return f"llama.cpp does not have the tokenizer's normalizer {form}"
@@ -72,6 +74,7 @@ def why_no_vocabulary(
         )
     if list(begin) not in ([], [tokenizer.bos_id]) or list(end) not in ([], [tokenizer.eos_id]):
         return f"llama.cpp puts one token before and after a text, and the tokenizer {list(begin)} and {list(end)}"
+    # 3. The merges and the added tokens.
     odd = [name for name in _PLAIN if raw["model"].get(name)]
     if odd:
         return f"llama.cpp's BPE has no {', '.join(odd)}"

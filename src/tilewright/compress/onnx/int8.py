@@ -98,27 +98,32 @@ def quantize_table(model, table: str, head: str | None):
     node = lookup(graph)
     ids, out = node.input[1], node.output[0]
     rows, scales, fp32 = f"{table}.rows", f"{table}.rows_scale", f"{table}.rows_fp32"
+    # 1. Codes and scales: rows of their own, or the columns of the head's matrix, so that a tied matrix is stored
+    # once.
     if head is None:
         found = quantize_rows(weight_VD)
         codes, scale = f"{table}.codes", f"{table}.scale"
         graph.initializer.append(numpy_helper.from_array(found.codes.numpy(), codes))
         graph.initializer.append(numpy_helper.from_array(found.scale.numpy()[:, 0], scale))
+        # Ids [B, S] look up rows [B, S, D].
         nodes = [helper.make_node("Gather", [codes, ids], [rows], axis=0)]
     else:
         codes, scale = f"{head}_quantized", f"{head}_scale"
         columns = f"{table}.columns"
         nodes = [
-            helper.make_node("Gather", [codes, ids], [columns], axis=1),
-            helper.make_node("Transpose", [columns], [rows], perm=[1, 2, 0]),
+            helper.make_node("Gather", [codes, ids], [columns], axis=1),  # [B, S] in [D, V] -> [D, B, S]
+            helper.make_node("Transpose", [columns], [rows], perm=[1, 2, 0]),  # -> [B, S, D]
         ]
     last = f"{table}.last"
     graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), last))
+    # 2. Only what was looked up becomes FP32: [B, S, D] * [B, S, 1].
     nodes += [
         helper.make_node("Gather", [scale, ids], [scales], axis=0),
         helper.make_node("Unsqueeze", [scales, last], [f"{scales}.column"]),
         helper.make_node("Cast", [rows], [fp32], to=TensorProto.FLOAT),
         helper.make_node("Mul", [fp32, f"{scales}.column"], [out]),
     ]
+    # 3. In the place of the old lookup: nodes are in the order in which they run.
     place = list(graph.node).index(node)
     graph.node.remove(node)
     graph.initializer.remove(initializer(graph, table))

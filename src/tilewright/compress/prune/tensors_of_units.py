@@ -58,11 +58,13 @@ def parameters_left(model: Any, numbers: Mapping[Kind, int]) -> int:
 def _find(model: Any, kind: Kind, count: Count) -> tuple[UnitGroup, ...] | str:
     if count.units <= count.least:
         return f"there are {count.units}, and no model has fewer than {count.least}"
+    # 1. The same model with one unit less: its shapes alone.
     smaller = _shapes(model, count)
     if isinstance(smaller, str):
         return smaller
     if kind == "channels":
         return find_channels(model, count, smaller)
+    # 2. What it lacks is a list's last member; what is narrower has its units along that dimension.
     own = {name: tuple(tensor.shape) for name, tensor in stored(model).items()}
     missing = own.keys() - smaller.keys()
     if smaller.keys() - own.keys():
@@ -73,6 +75,7 @@ def _find(model: Any, kind: Kind, count: Count) -> tuple[UnitGroup, ...] | str:
     narrower = {name: shape for name, shape in smaller.items() if own[name] != shape}
     if not narrower and not listed:
         return "no tensor follows their number in config.json"
+    # 3. Two layouts of such a dimension, which shapes cannot tell apart; `cut.check` tries them in this order.
     ways: list[dict[Place, list[Share]]] = [{}, {}]
     for name, shape in narrower.items():
         both = _laid_out(name, own[name], shape, count.units)

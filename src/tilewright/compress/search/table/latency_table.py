@@ -42,6 +42,7 @@ def measure_table(
         is_known: whether a row, None where there is none, stays.
         report: takes the name of a row that was written, and its latency.
     """
+    # Rows of this call: a shape that several places have is timed once.
     seen: set[str] = set()
 
     def timed(layer: int, shape: LayerShape) -> tuple[Latency, int]:
@@ -52,6 +53,7 @@ def measure_table(
         if key in seen or is_known(rows.get(key)):
             return Latency.from_json(rows[key])
         ffn = alone(config.shapes[place.layer], "ffn")
+        # An FFN is timed alone; attention with its layer's FFN behind it, of which the FFN's time is taken off.
         if place.part == "ffn" or not ffn.ffn_dim:
             found, cache = timed(place.layer, shape)
         else:
@@ -70,6 +72,7 @@ def measure_table(
         for choice in of_place:
             if choice.shape is not None:
                 latency_of(place, choice.shape)
+    # What a layer's call takes without an FFN: attention alone, less attention as it was timed above.
     whole = next((layer for layer, shape in enumerate(config.shapes) if shape.num_heads and shape.ffn_dim), None)
     if whole is not None and not is_known(rows.get(CALL)):
         attention = alone(config.shapes[whole], "attention")
