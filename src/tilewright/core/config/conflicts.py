@@ -178,6 +178,7 @@ def _integers(recipe: Recipe) -> Iterator[Conflict]:
 
 def _precision(recipe: Recipe) -> Iterator[Conflict]:
     precision = recipe.precision
+    # 1. Rules: one without a format matches modules and changes nothing.
     for rule in precision.rules:
         if not any((rule.compute, rule.fprop, rule.dgrad, rule.wgrad, rule.kind)):
             yield Conflict(
@@ -187,6 +188,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
                 "compute, one of fprop, dgrad, wgrad, or kind",
                 'compute = "fp32"',
             )
+    # 2. A start mode is a switch during the run, for which parameters must keep their format.
     if precision.start_mode is not None and precision.start_mode == precision.mode:
         yield Conflict(
             ("precision.mode", "precision.start_mode"),
@@ -203,6 +205,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
             "two modes among fp32, tf32, bf16_mixed, hybrid",
             'precision.mode = "hybrid"',
         )
+    # 3. The loss scale's bounds, then its first value between them.
     if precision.loss_scale_min > precision.loss_scale_max:
         yield Conflict(
             ("precision.loss_scale_min", "precision.loss_scale_max"),
@@ -227,6 +230,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     """Conflicts of the precision controller, and schedules of single matmuls."""
     precision = recipe.precision
     until = precision.fp8_until
+    # 1. The schedule by itself.
     if not all(0 <= share <= 1 for share in precision.fp8_from):
         yield Conflict(
             ("precision.fp8_from",),
@@ -243,6 +247,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
             "shares in fp8_from below fp8_until",
             "precision.fp8_until = 1.0",
         )
+    # 2. Switching, by a schedule or by the controller, needs a mode that has both formats.
     if not precision.moves_matmuls:
         return
     asked = "precision.controller.enabled = true" if precision.controller else "precision.fp8_from or fp8_until"
@@ -262,6 +267,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
             "one of them; fp8_from starts the matmuls in BF16, too",
             f'precision.start_mode = "none", precision.fp8_from = {[precision.start_fraction] * 3}',
         )
+    # 3. A recalibration is a larger sample, not more frequent than the others.
     if precision.controller.enabled and precision.controller.recalibrate_interval < precision.controller.interval:
         yield Conflict(
             ("precision.controller.interval", "precision.controller.recalibrate_interval"),
@@ -320,6 +326,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             "a number of steps, or of minutes",
             "train.steps = 400, or train.minutes = 5",
         )
+    # The name becomes a folder below run.dir.
     if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
         yield Conflict(
             ("run.name",),

@@ -245,6 +245,7 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
     """Overrides to load as (section.field, text) pairs."""
     if isinstance(overrides, Mapping):
         return [(name.removeprefix("--"), str(text)) for name, text in overrides.items()], []
+    # `--name=value` and `--name value` mean the same; a value that begins with -- needs the first form.
     pairs: list[tuple[str, str]] = []
     problems: list[Problem] = []
     rest = list(overrides)
@@ -260,6 +261,7 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
         elif rest and not rest[0].startswith("--"):
             pairs.append((name, rest.pop(0)))
         else:
+            # Only without a value: names that have one are checked together with the file's.
             item = setting_names.find(name)
             near = "" if item else setting_names.suggest(name)
             problems.append(
@@ -275,6 +277,7 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
 
 def _validated(merged: _Values) -> Recipe:
     """The loaded recipe, validated, or one ConfigError with every problem."""
+    # 1. Names and broken texts, for which the schema has worse words.
     bad: set[str] = set()
     known: dict[str, object] = {}
     for path, value in merged.values.items():
@@ -286,6 +289,7 @@ def _validated(merged: _Values) -> Recipe:
             bad.add(path)
         else:
             known[path] = value
+    # 2. Types and bounds. Bad values are taken out, so that what contradicts among the others is reported too.
     try:
         recipe = _strict(known)
     except ValidationError as error:
@@ -294,6 +298,7 @@ def _validated(merged: _Values) -> Recipe:
             bad.add(path)
             del known[path]
         recipe = _strict(known)
+    # 3. Contradictions, unless one of their fields is wrong already.
     for conflict in conflicts(recipe):
         if not bad.intersection(conflict.fields):
             where = ", ".join(dict.fromkeys(merged.places[path] for path in conflict.fields if path in merged.places))

@@ -51,6 +51,7 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
     """Find contradictions between head counts and widths of our decoder, where they come from the recipe and not from a
     folder."""
     model = recipe.model
+    # A folder's shape is checked where it is read; latent attention has head widths of its own.
     if model.kind == "hf" or model.path or model.attention != "gqa":
         return
     if not model.head_dim and model.dim % model.num_heads:
@@ -62,6 +63,7 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
             f"model.dim = {_multiple(model.dim, model.num_heads)}, or model.head_dim = "
             f"{max(2, model.dim // model.num_heads // 2 * 2)}",
         )
+    # Rotary positions turn pairs of numbers.
     elif (model.head_dim or model.dim // model.num_heads) % 2:
         yield Conflict(
             ("model.dim", "model.num_heads", "model.head_dim"),
@@ -89,6 +91,7 @@ def _layers(recipe: Recipe) -> Iterator[Conflict]:
     if wrong := list(pattern_conflicts(model)):
         yield from wrong
         return
+    # The rest compares layers, which only a pattern that adds up gives.
     ranks = [entry for entry in model.layers if entry.q_lora_rank is not None or entry.kv_lora_rank is not None]
     if ranks and model.attention != "mla":
         yield Conflict(
@@ -115,6 +118,7 @@ def _layers(recipe: Recipe) -> Iterator[Conflict]:
             'attention = "linear" in an entry, or the model\'s own: one table of rotary angles serves all layers',
             'entries of model.layers with attention = "linear", or without one',
         )
+    # Latent attention has keys and values for each query head.
     groups = "num_heads" if model.attention == "mla" else "num_kv_heads"
     names = ("num_heads", groups, "ffn_dim")
     yield from layer_conflicts([tuple(getattr(entry, name) for name in names) for entry in model.layer_entries()])
@@ -143,6 +147,7 @@ def layer_conflicts(shapes: Sequence[tuple[int, ...]]) -> Iterator[Conflict]:
         ['layer 0: num_heads 4, num_kv_heads 3', 'layer 2: num_heads 0, ffn_dim 0']
     """
     places = ("model.layers", "model.num_heads", "model.num_kv_heads")
+    # One report per shape with all its layers: a wrong entry of a pattern is one mistake.
     for heads, groups, ffn_dim in dict.fromkeys(shapes):
         numbers = [layer for layer, shape in enumerate(shapes) if shape == (heads, groups, ffn_dim)]
         named = f"layer{'s' * (len(numbers) > 1)} {ranges(numbers)}"
@@ -198,6 +203,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
             "num_dense_layers at most num_layers",
             f"model.num_dense_layers = {min(1, model.num_layers)}",
         )
+    # From here on each check relies on the one before, so that one mistake is reported once.
     if model.num_experts % model.num_expert_groups:
         yield Conflict(
             ("model.num_experts", "model.num_expert_groups"),
@@ -217,6 +223,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
             f"model.num_limited_groups = {model.num_expert_groups}",
         )
         return
+    # A token chooses groups, then experts within them.
     reachable = model.num_experts // model.num_expert_groups * model.num_limited_groups
     if model.num_experts_per_token > reachable:
         yield Conflict(
@@ -234,7 +241,9 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
     model = recipe.model
     if not recipe.checkpoint.export_hf or model.kind == "hf" or model.path:
         return
+    # A pattern that does not add up is reported by `_layers`.
     entries = [] if list(pattern_conflicts(model)) else model.layer_entries()
+    # The first reason is enough: a shape has a layout or none.
     if len(set(entries)) > 1:
         has, need = "layers of their own shape", "layers that are alike (model.layers empty)"
     elif model.attention == "mla" and (entries[0].sliding_window if entries else model.sliding_window):
@@ -307,6 +316,7 @@ def _lora(recipe: Recipe) -> Iterator[Conflict]:
             "AdamW for adapters: Muon is for whole matrices, and an adapter is two thin factors of one",
             'optim.kind = "adamw", or lora.rank = 0',
         )
+    # Codes hold 8 bits: a matmul that moves to BF16 would find no wider weights.
     if recipe.lora.base == "fp8" and recipe.precision.moves_matmuls:
         yield Conflict(
             ("lora.base", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),

@@ -237,6 +237,7 @@ def _describe(annotation: object) -> str:
         return "one of " + ", ".join(f'"{choice}"' for choice in args)
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(f'"{NONE}"' if part is type(None) else _describe(part) for part in args)
+    # Tuples and tables, the special ones first: a list of rules is a list of texts to the last line.
     if origin is tuple and args[-1] is not Ellipsis:
         return f"a list of {len(args)} numbers"
     if origin is tuple and args[0] is PrecisionRule:
@@ -259,7 +260,7 @@ def _describe(annotation: object) -> str:
         return "a table of tables like { one = { limit = 4 } }"
     if origin is dict:
         return "a table of numbers like { code = 1.0, prose = 0.5 }"
-    raise AssertionError(f"core.schema has no words for {annotation}")
+    raise AssertionError(f"setting_names has no words for {annotation}")
 
 
 def _bounds(metadata: Iterable[object]) -> str:

@@ -94,6 +94,7 @@ def read_toml(path: Path) -> TomlFile:
         ConfigError: it cannot be read, is no UTF-8 text, or is no TOML; with the line where there is one.
     """
     try:
+        # "utf-8-sig" drops the byte order mark that editors on Windows write.
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(
@@ -111,6 +112,7 @@ def read_toml(path: Path) -> TomlFile:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(path, text, error) from error
+    # Errors of tomllib that are no TOMLDecodeError.
     except (RecursionError, ValueError) as error:
         deep = isinstance(error, RecursionError)
         raise ConfigError(

@@ -30,6 +30,7 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
         yield from _chat(recipe)
     if data.rows == "documents":
         yield from _documents(recipe)
+    # Only names that the recipe lists: those of a folder are checked where it is read.
     known = data.domains or tuple(data.sources)
     strangers = sorted(set(data.weights) - set(known)) if known else []
     if strangers:
@@ -106,6 +107,7 @@ def _mixing(recipe: Recipe) -> Iterator[Conflict]:
     data, mixing = recipe.data, recipe.data.mixing
     if mixing.policy == "off":
         return
+    # Weights sum to 1: all lower bounds together must not pass it, all upper bounds must reach it.
     known = data.domains or tuple(data.sources)
     least, most = mixing.lowest * max(len(known), 2), mixing.highest * max(len(known), 1)
     if mixing.lowest > mixing.highest or least > 1 or (known and most < 1):
@@ -127,6 +129,7 @@ def _mixing(recipe: Recipe) -> Iterator[Conflict]:
             "a stage or more, each later than the one before",
             "--data.mixing.schedule '[{at = 0.0, weights = {code = 1, docs = 1}}, {at = 0.8, weights = {docs = 1}}]'",
         )
+    # A weight per domain and stage; as above, names are checked where the recipe lists them.
     for stage in stages:
         strangers = sorted(set(stage.weights) - set(known)) if known else []
         bad = any(not 0 <= weight < float("inf") for weight in stage.weights.values()) or not sum(

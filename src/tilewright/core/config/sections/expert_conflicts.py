@@ -25,6 +25,7 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if parallel.ep == 1:
         return
     yield from refused(recipe, "parallel.ep", REFUSED_WITH_EXPERTS, "cannot be with experts on several processes yet")
+    # 1. Ranks with other experts are shards of everything else.
     if parallel.dp_shard > 0 and parallel.dp_shard * parallel.tp % parallel.ep:
         tp, ep, shards = parallel.tp, parallel.ep, parallel.dp_shard
         cut = f", parallel.tp = {tp}" if tp > 1 else ""
@@ -36,6 +37,7 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             f"an ep that divides dp_shard{' x tp' if cut else ''}: processes with other experts are shards of the rest",
             f"--parallel.dp_shard {even}, or --parallel.ep 1",
         )
+    # 2. Settings that move or copy experts between ranks.
     off = {"place_experts": "off", "expert_order": "[]", "redundant_experts": "0"}
     given = [name for name in off if getattr(parallel, name) not in ("off", (), 0)]
     if given and model.kind == "hf":
@@ -55,6 +57,7 @@ def expert_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             "parallel.place_experts, which copies those that get most rows, or an expert_order",
             "--parallel.place_experts on",
         )
+    # 3. The number of experts, where the recipe gives it and not a folder.
     if model.kind != "hf" and not model.path:
         yield from uneven_experts(model.num_experts, parallel.ep, parallel.redundant_experts)
 
@@ -68,6 +71,7 @@ def uneven_experts(num_experts: int, ep: int, redundant: int = 0) -> Iterator[Co
         ['parallel.ep = 4, model.num_experts = 0', 'parallel.ep = 4, 6 experts']
     """
     fields = "parallel.ep", "model.num_experts"
+    # Each check relies on the ones before it.
     if not num_experts:
         yield Conflict(
             fields,
@@ -86,6 +90,7 @@ def uneven_experts(num_experts: int, ep: int, redundant: int = 0) -> Iterator[Co
             f"--parallel.ep {max(size for size in even if size <= ep)}, or "
             f"--model.num_experts {-(-num_experts // ep) * ep}",
         )
+    # A rank copies experts of other ranks only: there are as many.
     elif redundant > num_experts - num_experts // ep:
         most = num_experts - num_experts // ep
         yield Conflict(

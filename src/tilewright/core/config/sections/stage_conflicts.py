@@ -55,6 +55,7 @@ def stage_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             f"--model.num_layers {stages}, or a smaller parallel.pp",
         )
         return
+    # The layers of a folder are counted where it is read; the number of stages is known here.
     split = parallel.split
     known = model.kind != "hf" and not model.path
     if split and (len(split) != stages or min(split) < 1 or (known and sum(split) != model.num_layers)):

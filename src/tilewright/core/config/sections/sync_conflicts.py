@@ -33,6 +33,7 @@ def sync_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if parallel.param_gather == "fp8":
         cannot = "cannot be with weights that are gathered as codes"
         yield from refused(recipe, "parallel.param_gather", REFUSED_WITH_CODES, cannot)
+    # FP32 on the wire loses nothing that feedback could return or a limit could stop.
     if parallel.grad_feedback and parallel.grad_sync == "fp32":
         yield Conflict(
             ("parallel.grad_feedback", "parallel.grad_sync"),
@@ -49,6 +50,7 @@ def sync_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             "a wire format that rounds",
             "--parallel.grad_sync fp8, or --parallel.grad_sync_error 0",
         )
+    # Combinations that nothing has tried.
     if parallel.grad_sync != "fp32" and parallel.tp > 1:
         yield Conflict(
             ("parallel.grad_sync", "parallel.tp"),
