@@ -4,7 +4,7 @@ A tensor that is narrower there has its units along that dimension; one that is 
 of a list of modules, which are the units then. So no architecture is described here: gates joined with their
 projections, biases, tied weights, routers and any number of queries per key/value head come out by themselves. How a
 dimension of several numbers per unit is laid out (one unit after another, or part by part) is a hypothesis, which
-`cut.check` tries with numbers.
+`cut_model.difference` tries with numbers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,7 +75,7 @@ def _find(model: Any, kind: Kind, count: Count) -> tuple[UnitGroup, ...] | str:
     narrower = {name: shape for name, shape in smaller.items() if own[name] != shape}
     if not narrower and not listed:
         return "no tensor follows their number in config.json"
-    # 3. Two layouts of such a dimension, which shapes cannot tell apart; `cut.check` tries them in this order.
+    # 3. Two layouts of such a dimension, which shapes cannot tell apart; `cut_model.difference` decides.
     ways: list[dict[Place, list[Share]]] = [{}, {}]
     for name, shape in narrower.items():
         both = _laid_out(name, own[name], shape, count.units)

@@ -58,15 +58,18 @@ def build_rows(
         lengths = here["length"].to_numpy()
         domain_of = np.array(here["domain"].to_pylist())
         place = pack if rows == "packed" else alone
+        # 1. Documents of a build are packed shard by shard, so that a row needs one shard; others by domain.
         in_shards = split == "train" and (corpus / INDEX).exists()
         groups = _groups_of_shards(corpus / INDEX) if in_shards else groups_of_domains(domain_of)
         groups = [(domain, at) for domain, at in groups if not only or domain in only]
         starts = np.cumsum(lengths) - lengths
+        # 2. Where each document begins in the stream; with next-token labels its last token is no input.
         packing, ranges[split], group_rows = pack_groups(
             place, starts, lengths - (task == "causal_lm"), groups, seq_len
         )
         if in_shards:
             shard_rows = group_rows
+        # 3. The fingerprint covers all that rows are read from: tokens, ranges, masks of trained tokens, tables.
         source = corpus / (INDEX if in_shards else f"{split}.npy")
         digest.update((hash_file(source) + json.dumps(ranges[split])).encode())
         if (corpus / f"{split}.trained.npy").exists():
@@ -75,6 +78,7 @@ def build_rows(
         if split == "train":
             utilisation = packing.utilisation(seq_len)
     summary = json.loads((corpus / "summary.json").read_bytes())
+    # 4. What the summary says of this packing and not of the corpus.
     if rows == "documents":
         summary["notes"] = [
             *summary.get("notes", ()),

@@ -151,6 +151,7 @@ def ranks_of(backend: Tokenizer) -> MergeRanks | str:
     """
     state = json.loads(backend.to_str())
     model, normalizer = state["model"], state.get("normalizer")
+    # 1. What both libraries must agree on before any merge: pattern, model, normalizer, ids, bytes, classes.
     pattern = _pattern(state.get("pre_tokenizer"))
     if pattern is None:
         return "its pre-tokenizer is no known pattern before bytes"
@@ -168,6 +169,7 @@ def ranks_of(backend: Tokenizer) -> MergeRanks | str:
         return "it has no token for each byte"
     if not classes_agree(pattern):
         return "the two libraries count characters into other classes"
+    # 2. Ranks by the proof at the top, and from each rank back to the id.
     found = _ranks(model, byte_of)
     if isinstance(found, str):
         return found
@@ -175,6 +177,7 @@ def ranks_of(backend: Tokenizer) -> MergeRanks | str:
     for text, rank in found.items():
         ids[rank] = vocab[text]
     rank_of = {bytes(byte_of[c] for c in text): rank for text, rank in found.items()}
+    # 3. Texts with an added token go to `tokenizers`, also where only the normalizer makes that token.
     avoided = {t["content"] for t in state["added_tokens"] if not (t["special"] and backend.encode_special_tokens)}
     if backend.normalizer is not None:
         avoided |= {backend.normalizer.normalize_str(name) for name in avoided}

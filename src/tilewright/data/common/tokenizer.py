@@ -261,6 +261,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             try_='data.tokenizer = ""   (train one on the data)',
         )
     try:
+        # A pattern that is not known is tried in the guarded process: it may take any time and memory.
         with failures_told("Tokenizer cannot be read"):
             text = file.read_text(encoding="utf-8")
             check_loadable(text)
@@ -272,8 +273,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             got=error.problems[0].got if isinstance(error, TokenizerError) else str(error)[:200],
             need="a tokenizer.json written by Hugging Face tokenizers",
         ) from None
+    # Length is the business of rows: a file's truncation would drop text without a count.
     backend.no_truncation()
     backend.no_padding()
+    # Files beside it say which tokens begin and end a document, and which end an answer.
     found = _wrap(backend, declared_tokens(file.parent), str(file)).stopping_at(declared_stops(file.parent))
     names, reads = special_names(file.parent)
     return replace(found, names=names, reads_names=reads)

@@ -149,6 +149,7 @@ class Account:
             return reasons.setdefault(reason, empty)
 
         types: dict[str, dict[str, Any]] = {}
+        # 1. Files. One without a used document is refused whole, for the first reason; its type is counted apart.
         used_files, used_bytes = 0, 0
         for file, size, records in self._by_file():
             whole = _reason_of(records, self._file_reason.get(_shown(file), "no text in it"))
@@ -160,6 +161,8 @@ class Account:
                 of_type["file_bytes"] += size
             if whole:
                 entry(whole)["files"] += 1
+            # Bytes of a file that is read in parts are shared over them; a part that gave nothing is refused with its
+            # reason.
             for record, share in _shares(size, records):
                 if (record is not None and record.documents) or not (whole or _part_reason(record)):
                     used_bytes += share
@@ -167,9 +170,11 @@ class Account:
                     entry(_part_reason(record) or whole)["file_bytes"] += share
             if whole and len(entry(whole)["examples"]) < _NUM_EXAMPLES:
                 entry(whole)["examples"].append(_shown(file))
+        # 2. Documents and text, which were counted by reason while they were read.
         for reason, (documents, num_bytes) in self._documents.items():
             entry(reason)["documents"] += documents
             entry(reason)["text_bytes"] += num_bytes
+        # 3. Examples, also of reasons for which only rows or documents were refused.
         for where, reason in self._rejects:
             examples = reasons[reason]["examples"] if reason in reasons else [where]
             if len(examples) < _NUM_EXAMPLES and where not in examples:
@@ -180,6 +185,7 @@ class Account:
             "documents": sum(r.documents for r in self.records.values()),
             "text_bytes": sum(r.text_bytes for r in self.records.values()),
         }
+        # 4. Found = used + refused, in each column.
         refused = {name: sum(reason[name] for reason in reasons.values()) for name in used}
         return {
             "read": {

@@ -110,6 +110,7 @@ class PreparedChat(PreparedData):
         """Preview of prepared chat data: lines that show what is trained: the shapes, the longest rows, an example with
         its trained spans in marks."""
         facts = self.summary["chat"]
+        # Shapes are counted per domain; here their sum.
         shapes: dict[str, int] = {}
         for found in facts["shapes"].values():
             for shape, count in found.items():
@@ -121,6 +122,7 @@ class PreparedChat(PreparedData):
             f"longest: {longest} tokens; {facts['truncated']:,} cut at data.seq_len = {facts['seq_len']}, "
             f"{facts['truncated_tokens']:,} tokens lost",
         ]
+        # Lines for what a user may want to mend: what is lost, repeated, shared or not read.
         for reason, numbers in facts["lost"].items():
             rows = f"{numbers['rows']:,} of the renderings of {numbers['documents']:,} conversations"
             lines.append(f"{rows} are not trained ({reason}); of {numbers['refused']:,} of them nothing is left")

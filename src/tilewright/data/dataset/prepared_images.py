@@ -206,6 +206,8 @@ def build_images(
         if isinstance(image, str):
             found.refuse(name, image, size=status.st_size)
             continue
+        # Duplicates by pixels, not by the bytes of the file: the same picture saved twice could be held out and
+        # trained on.
         digest = xxhash.xxh3_128_digest(image.tobytes())
         if digest in seen:
             found.refuse(name, "duplicate image", seen[digest], status.st_size)
@@ -225,6 +227,7 @@ def build_images(
             need="two classes, and two images in one of them at least",
             try_=f"images of the types {', '.join(sorted(SUFFIXES))} in two sub-folders of {source}",
         )
+    # meta.json comes last, with a fingerprint of the arrays and the split.
     np.save(folder / "pixels.npy", np.stack(pixels))
     np.save(folder / "labels.npy", np.array([classes.index(label) for label in labels], np.int64))
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:

@@ -96,6 +96,7 @@ def list_inputs(read: ReadSection, installed: Source | None = None, contents: Co
     listing = Listing()
     items = list(_items(read, listing, installed, contents or Contents()))
     listing.found_bytes = sum(item.size for item in items) + sum(reject.num_bytes for reject in listing.rejects)
+    # 1. A wrong name beside right ones is an error; with no domain at all the reason is below, in `_nothing`.
     domains = sorted({item.domain for item in items})
     unknown = sorted(set(read.domains) - set(domains))
     if unknown and domains:
@@ -106,6 +107,7 @@ def list_inputs(read: ReadSection, installed: Source | None = None, contents: Co
             need="some of: " + ", ".join(domains),
             try_="domains = []   (all of them)",
         )
+    # 2. The limit takes whole items, by a seeded draw; what it leaves is listed with its reason.
     wanted = {name: [i for i in items if i.domain == name] for name in read.domains or domains}
     chosen = _within(wanted, read) if read.max_bytes else wanted
     taken = [item for name in chosen for item in chosen[name]]
@@ -115,6 +117,7 @@ def list_inputs(read: ReadSection, installed: Source | None = None, contents: Co
         for item in items
         if (item.domain, item.name, item.start) not in kept
     ]
+    # 3. Shards are of one domain, in the order of names: a unit depends on its own files only.
     for name in sorted(chosen):
         listing.shards += _shards(chosen[name], read.shard_bytes)
     if not listing.shards:
@@ -146,6 +149,7 @@ def _files(
     source: str, domain: str, read: ReadSection, listing: Listing, contents: Contents, prefix: str
 ) -> Iterator[Item]:
     source = hub_dataset(source) if source.startswith(PREFIX) else source
+    # 1. The source, and its images and sounds: a text with the name of one describes it.
     want = BUILD.named(f"read.sources.{domain}") if domain else BUILD
     root = existing(Path(source).expanduser(), source, want)
     saved = root.is_dir() and is_saved_dataset(root)
@@ -155,6 +159,7 @@ def _files(
     for reject in found.rejects:
         folder, _, rest = printable(reject.path).partition("/")
         listing.rejects.append(_refused(reject, domain or (folder if rest else ""), prefix))
+    # 2. Each file is an item, or several ranges of one, or a reject; no text is read.
     for name, path, status in found.files:
         where = domain or (name.split("/")[0] if "/" in name else "text")
         if not stat.S_ISREG(status.st_mode):
@@ -167,6 +172,7 @@ def _files(
         else:
             size, seen = status.st_size, stat_key(status)
             try:
+                # A caption beside an image is part of its content: a new caption makes its unit again.
                 content = contents.of(path, status)
                 key = content.digest + _key_beside(name, path, media, contents)
                 spans = list(_segments(path, size, read, is_utf8=content.is_utf8))

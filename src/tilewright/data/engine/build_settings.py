@@ -6,9 +6,7 @@ value is a good first one: Gopher is Rae et al. 2021 (arXiv 2112.11446, appendix
 """
 
 import json
-import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,12 +25,13 @@ from tilewright.data.stages.chat import settings as chats
 from tilewright.data.stages.chat.settings import ChatSection
 from tilewright.data.stages.scores import settings as scores
 from tilewright.data.stages.scores.settings import NoiseSection, QualitySection, SampleSection
+from tilewright.data.stages.text import filter_settings as own_filters
+from tilewright.data.stages.text.filter_settings import FiltersSection
 
 log = get_logger(__name__)
 
 SHIPPED = Path(__file__).with_name("shipped")
 _NEAR = ("threshold", "keep", "image_distance")
-_CLASS = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 Share = Annotated[float, Field(ge=0, le=1)] | None
 Number = Annotated[int, Field(ge=0, le=2**31 - 1)] | None
@@ -155,24 +154,6 @@ class RulesSection(Section):
     """Most curly brackets (C4: 0, which drops code)."""
 
 
-FilterScalar = bool | int | float | str
-FilterValue = FilterScalar | tuple[FilterScalar, ...]
-
-
-class FiltersSection(Section):
-    use: dict[str, str] = Field(default={})
-    """Filters of your own by a name of your choice, in the order in which they judge: `FILE.py:Class`, relative to the
-    data.toml, or `package.module:Class`. Each is a `tilewright.RecordFilter`."""
-    settings: dict[str, dict[str, FilterValue]] = Field(default={})
-    """What the constructor of a filter gets: arguments by its name in `use`."""
-    files: dict[str, dict[str, str]] = Field(default={})
-    """More of its arguments: paths of files whose content decides, relative to the data.toml."""
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self.use)
-
-
 class DuplicatesSection(Section):
     exact: bool = True
     """Keep one of several records with the same text."""
@@ -264,6 +245,7 @@ def load_data_toml(path: Path) -> DataBuild:
     Raises:
         ConfigError: everything that is wrong with it, in one error.
     """
+    # A file of that name comes before a shipped one.
     if not path.is_file() and str(path) in shipped_builds():
         path = SHIPPED / f"{path}.toml"
     if not path.is_file():
@@ -274,6 +256,7 @@ def load_data_toml(path: Path) -> DataBuild:
             try_=f"echo 'read.source = \"FOLDER\"' > {shlex.quote(str(path))}",
         )
     toml = read_toml(path)
+    # 1. Names, with the line of each.
     problems: list[Problem] = []
     values: dict[str, object] = {}
     places: dict[str, str] = {}
@@ -289,6 +272,7 @@ def load_data_toml(path: Path) -> DataBuild:
                 continue
             values[setting] = None if item.may_be_none and value == NONE else value
             places[setting] = toml.place(setting)
+    # 2. Types and bounds. What is wrong is taken out, so that the rest is checked too.
     try:
         build = _strict(values)
     except ValidationError as error:
@@ -296,9 +280,11 @@ def load_data_toml(path: Path) -> DataBuild:
             problems.append(problem)
             del values[setting]
         build = _strict(values)
+    # 3. Contradictions; then one error with everything, by line.
     problems += _conflicts(build, places)
     if problems:
         raise ConfigError.from_problems(sorted(problems, key=by_line))
+    # A setting that does nothing is no error: it is reported.
     for setting, why in without_effect(build).items():
         if setting in values:
             log.warning("%s has no effect here: %s (%s)", setting, why, places[setting])
@@ -338,20 +324,23 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
             got, need = f'"{suffix}" = "{kind}"', "a suffix in small letters, and one of " + ", ".join(KINDS)
             place = places["read.suffixes"]
             problems.append(Problem("Unknown kind of files", got, need, 'suffixes = { ".dat" = "text" }', place))
+    # Minimum and maximum of one measure are two settings, and the schema sees one at a time.
     for name, low in rules:
         high = getattr(rules, name.replace("min_", "max_", 1), None) if name.startswith("min_") else None
         if low is not None and high is not None and low > high:
             setting = f"rules.{name}"
             got = f"{name} = {low}, {name.replace('min_', 'max_', 1)} = {high}"
             problems.append(Problem("No record passes these two rules", got, "min <= max", "", places.get(setting, "")))
-    for setting, problem in _wrong_filters(build.filters):
-        problems.append(replace(problem, where=places.get(setting, "")))
     if 0 < build.chunk.tokens < 16:
         got = f"chunk.tokens = {build.chunk.tokens}"
         problems.append(
             Problem("Window of a few tokens", got, "0, or at least 16", "tokens = 512", places["chunk.tokens"])
         )
-    found = [*scores.conflicts(build.quality, build.noise, build.sample, build.duplicates.keep)]
+    # Stages say themselves what contradicts them.
+    found = [
+        *own_filters.conflicts(build.filters),
+        *scores.conflicts(build.quality, build.noise, build.sample, build.duplicates.keep),
+    ]
     repair, sources = build.repair, build.read.sources.values() or (build.read.source,)
     found += chats.conflicts(build.chat, sources, repair.mask, repair.repeated_lines, build.chunk.tokens)
     problems += [replace(problem, where=places.get(setting, "")) for setting, problem in found]
@@ -360,22 +349,6 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
         place = places["rules.min_language_score"]
         problems.append(Problem("Score of a language without languages", "", need, 'languages = ["en"]', place))
     return problems
-
-
-def _wrong_filters(filters: FiltersSection) -> Iterator[tuple[str, Problem]]:
-    """Wrong filters in a build's settings, as (setting, problem): other names, and arguments that are not there."""
-    for name, use in filters.use.items():
-        if not _CLASS.fullmatch(use):
-            need = "FILE.py:Class, or package.module:Class"
-            yield "filters.use", Problem("Filter has no class", f"{name} = {use!r}", need, f'{name} = "FILE.py:Class"')
-    for setting in ("settings", "files") if filters.use else ():
-        for name in sorted(set(getattr(filters, setting)) - set(filters.use)):
-            need = "some of: " + ", ".join(filters.use)
-            yield f"filters.{setting}", Problem("Arguments of no filter", f"filters.{setting}.{name}", need, "")
-    for name, files in filters.files.items():
-        for key in sorted(set(files) & set(filters.settings.get(name, {}))):
-            got = f"{key} in filters.settings.{name} and in filters.files.{name}"
-            yield "filters.files", Problem("Argument of a filter is given twice", got, "one of both", "")
 
 
 def _absolute(build: DataBuild, folder: Path) -> DataBuild:

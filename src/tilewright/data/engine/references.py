@@ -28,10 +28,12 @@ def list_references(build: DataBuild, domains: Iterable[str], contents: Contents
     """
     found: dict[str, Listing] = {}
     problems = []
+    # Every setting is checked before the error: one run lists all paths to mend.
     for setting, path in paths(build.quality, build.noise, build.sample).items():
         problem = None
         if not Path(path).exists():
             problem = Problem("Reference of a data build does not exist", path, "a file or folder of text", "", setting)
+        # Single files of a kind of their own; all others are read as any source is.
         elif setting in _FILES:
             if not Path(path).is_file():
                 problem = Problem("Reference of a data build is not a file", path, _FILES[setting], "", setting)
@@ -43,6 +45,7 @@ def list_references(build: DataBuild, domains: Iterable[str], contents: Contents
                 got = f"{path}: {error.problems[0].got}"
                 problem = Problem("Reference of a data build is empty", got, "files with text", "", setting)
         problems += [problem] if problem else []
+    # Domains exist only after the listing, which is why the schema did not check them.
     known = sorted(set(domains))
     for setting, names in _named(build).items():
         unknown = sorted(set(names) - set(known))

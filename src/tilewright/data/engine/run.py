@@ -121,6 +121,7 @@ def _publish(context: Context) -> dict[str, Any]:
     have them."""
     out, source = context.out, context.folder("dataset")
     folders = {part: (context.folder(SHARDS) if part == SHARDS else source) / part for part in PARTS}
+    # 1. What made the dataset: the encoder, and a digest of each stage's units.
     encoder = f"tokenizers {tokenizers.__version__} (conversations)"
     if ENCODER_CHOICE.units(context):
         encoder = encoder_of(context.folder(ENCODER_CHOICE.name))
@@ -128,6 +129,7 @@ def _publish(context: Context) -> dict[str, Any]:
     for stage in STAGES:
         receipts = [context.units.receipt(stage.name, i) for i in range(stage.units(context))]
         stages[stage.name] = [receipt["digest"] for receipt in receipts if receipt is not None]
+    # 2. dataset.json says so. Where it is there, with all folders, nothing is left to do.
     content = {
         "format": FORMAT,
         "fingerprint": context.one("dataset"),
@@ -140,6 +142,8 @@ def _publish(context: Context) -> dict[str, Any]:
     path, parts = out / DATASET, [part for part in PARTS if folders[part].is_dir()]
     if path.exists() and json.loads(path.read_bytes()) == content and all((out / part).is_dir() for part in parts):
         return content
+    # 3. Without dataset.json the folder is no dataset: it goes first and comes last, so that a kill leaves no half of
+    # one.
     path.unlink(missing_ok=True)
     for part in PARTS:
         if (out / part).exists():

@@ -86,10 +86,13 @@ class Units:
         """
         final = self.folder(stage, index)
         part = final.with_name(f"{final.name}.part-{self.mark}")
+        # 1. The work, in a folder that no reader takes for a unit.
         try:
             part.mkdir(parents=True)
             started = time.perf_counter()
             counts = dict(work(part))
+            # 2. The receipt: sizes and hashes, with a digest for stages that read results and one for those that read
+            # reports.
             files = {p.relative_to(part).as_posix(): p for p in sorted(part.rglob("*")) if p.is_file()}
             listed = {name: [path.stat().st_size, hash_file(path)] for name, path in files.items()}
             receipt = {
@@ -101,6 +104,7 @@ class Units:
                 "seconds": round(time.perf_counter() - started, 4),
             }
             (part / RECEIPT).write_text(json.dumps(receipt, indent=1, sort_keys=True))
+            # 3. Published by a rename: a unit is whole or not there.
             if final.exists():
                 shutil.rmtree(final)
             part.rename(final)

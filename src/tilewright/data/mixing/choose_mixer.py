@@ -55,6 +55,7 @@ def _policy(section: MixingSection, base: Mapping[str, float], tokens: Mapping[s
     if section.policy == "temperature":
         return Temperature(tokens, section.temperature)
     if section.policy == "schedule":
+        # Domains of a folder are known only now; the schema checked those that a recipe lists.
         strangers = sorted({name for stage in section.schedule for name in stage.weights} - set(base))
         if strangers:
             raise ConfigError(
@@ -65,6 +66,7 @@ def _policy(section: MixingSection, base: Mapping[str, float], tokens: Mapping[s
                 where="data.mixing.schedule",
             )
         return Schedule([(stage.at, stage.weights) for stage in section.schedule])
+    # These move weights by what they measure during the run.
     if section.policy == "ppl_guard":
         return PplGuard(
             base,

@@ -113,6 +113,7 @@ def _read(entry: Entry) -> Items:
 def _of_kind(entry: Entry, size: int) -> Items:
     with entry.path.open("rb") as file:
         kind = kind_of(entry.inner, file.read(HEAD_BYTES), entry.options.suffixes)
+    # 1. What is not read, with the reason.
     if not kind:
         suffix = PurePosixPath(entry.inner).suffix.lower()[:12]
         yield entry.reject("file type is not read", suffix or "none", "text, rows, image, audio", num_bytes=size)
@@ -124,10 +125,12 @@ def _of_kind(entry: Entry, size: int) -> Items:
     ):
         shown = media if not entry.part else "the file of that name"
         yield entry.reject("text of another file", shown, "", num_bytes=size)
+    # 2. What is read as it is.
     elif kind in _READERS:
         yield from _READERS[kind](entry)
     elif kind in _ROWS:
         yield from read_rows(entry, kind)
+    # 3. Archives: each member is a file again, one level deeper.
     elif entry.depth >= entry.limits.depth:
         depth, most = float(entry.depth + 1), entry.limits.depth
         yield entry.reject("depth of archives", depth, most, num_bytes=size)

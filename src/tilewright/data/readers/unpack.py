@@ -192,6 +192,7 @@ def _members(entry: Entry, budget: UnpackBudget, files: Iterator[tuple[str, Any]
             if opened == "encrypted":
                 yield entry.reject("encrypted member", "a password", "none", part=printable(name[:300]))
                 continue
+            # Members of one name with other suffixes are a group: an image with its captions.
             suffix = _suffix(name)
             if group and (stem != _stem(name) or any(one.path.suffix == suffix for one in group)):
                 yield group
@@ -200,6 +201,7 @@ def _members(entry: Entry, budget: UnpackBudget, files: Iterator[tuple[str, Any]
                 folder.renew()
             stem = _stem(name)
             target = folder.path / f"member{suffix}"
+            # A damaged member is refused alone; beyond the archive's budget nothing more is unpacked.
             stop, problem = _write(entry, budget, printable(name[:300]), target, opened)
             if problem:
                 yield problem

@@ -37,12 +37,14 @@ def unpack_warc(entry: Entry) -> Iterator[list[Entry] | Rejected]:
         at = 0
         while at < size:
             file.seek(at)
+            # Without a header there is no length, so the next record cannot be found.
             try:
                 fields, length = _header(file)
             except _DamageError as error:
                 yield entry.reject("damaged WARC, the rest is lost", str(error), "a record", num_bytes=size - at)
                 break
             start = file.tell()
+            # The next record is behind the length, whatever this one holds.
             at = start + length
             problem = budget.another()
             if problem:
@@ -66,11 +68,13 @@ def unpack_warc(entry: Entry) -> Iterator[list[Entry] | Rejected]:
 def _page(
     entry: Entry, budget: UnpackBudget, file: IO[bytes], fields: dict[str, str], length: int
 ) -> Iterator[list[Entry] | Rejected]:
+    # 1. The record, within the limit of a document.
     shown = printable(fields.get("warc-target-uri", "").strip("<>")[:300]) or "a record without an address"
     if length > entry.limits.document_bytes:
         yield entry.reject("document size in bytes", float(length), entry.limits.document_bytes, part=shown)
         return
     data, kind = file.read(length), fields.get("content-type", "")
+    # 2. An HTTP answer: status and headers around the page; only 200 has the page that was asked for.
     if kind.startswith("application/http"):
         try:
             status, headers, data = http_answer(data, entry.limits.document_bytes)
@@ -81,6 +85,7 @@ def _page(
             yield entry.reject("answer without a page", float(status), 200.0, part=shown, num_bytes=length)
             return
         kind = headers.get("content-type", "")
+    # 3. The budget of the archive, in decompressed bytes.
     problem = budget.spend(len(data))
     if problem:
         yield problem
@@ -89,6 +94,7 @@ def _page(
     if suffix is None or not data:
         yield entry.reject("file type is not read", kind[:60] or "none", "text, image", part=shown, num_bytes=length)
         return
+    # 4. A file with the suffix of its type, which is read like any other.
     with ScratchFolder() as folder:
         target = folder / f"page{suffix}"
         with ScratchFile(target) as out:

@@ -54,6 +54,7 @@ def read_csv(
 
     `longest` is the size of the blocks that Arrow reads, and so of the longest row.
     """
+    # Arrow drops such rows through this callback; they are given after the block that they were in.
     bad: list[Rejected] = []
 
     def other_width(found) -> str:
@@ -66,6 +67,7 @@ def read_csv(
     number = 0
     pieces = _Pieces(utf8_pieces(name, path))
     try:
+        # The look at the header meets such rows too, and they come again.
         problem = _header_problem(name, path, parse, field, longest)
         bad.clear()
         if problem:
@@ -78,6 +80,7 @@ def read_csv(
             yield from bad
             bad.clear()
     except (pa.ArrowException, ValueError) as error:
+        # Where bytes were no text the table ended there: that reason is given instead, at the end.
         if pieces.lost is None:
             yield rejected(name, "damaged CSV file, the rest is lost", damage_in(error))
     yield from bad

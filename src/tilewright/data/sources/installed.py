@@ -104,6 +104,7 @@ def list_installed(project: str = "tilewright") -> InstalledText:
             need="tilewright installed, which lists its dependencies",
             try_="pip install -e .   or name your own data: --data.source FOLDER",
         )
+    # The key is of names and sizes, and of RECORD's checksums: no file is read for it.
     digest = xxhash.xxh3_128(sys.version.encode())
     found: list[_Listed | Rejected | Part] = []
     for item in _stdlib_files():
@@ -112,6 +113,7 @@ def list_installed(project: str = "tilewright") -> InstalledText:
             digest.update(os.fsencode(f"{item[0]}\0{item[1]}\n"))
     found += _topics_part()
     for distribution in dependency_closure(project):
+        # A distribution without RECORD is a reject: its files cannot be told from those of others.
         headers = _headers(distribution)
         label = f"{headers['Name']}-{headers['Version']}"
         record = distribution.read_text("RECORD")

@@ -157,14 +157,17 @@ def parts_of_file(
     compressed = path.suffix in COMPRESSED
     kind = Path(path.stem).suffix.lower() if compressed else path.suffix.lower()
     size = status.st_size
+    # 1. Refused by a look at the file.
     if not stat.S_ISREG(status.st_mode):
         return [rejected(name, "not a regular file")]
     if size == 0:
         return [rejected(name, "empty file")]
+    # 2. Tables that can be entered by groups of rows.
     if kind == ".parquet" and not compressed:
         return parquet_parts(domain, name, path, field)
     if kind == ".arrow" and not compressed:
         return arrow_parts(domain, name, path, field)
+    # 3. Rows and text: parts of lines where the file can be entered anywhere, else one part from its start.
     streamed = compressed or _is_wide(path)
     if kind == ".jsonl" or (kind == ".json" and not streamed and holds_lines(path)):
         if not streamed:
@@ -182,6 +185,7 @@ def parts_of_file(
         read = partial(_read_streamed_text, name, path)
     else:
         return _segments(domain, name, size, partial(_read_text_segment, name, path))
+    # Of compressed files the size of the text is a guess, for sampling.
     return [Part(domain, name, size * (_EXPANSION if compressed else 1), read, name)]
 
 

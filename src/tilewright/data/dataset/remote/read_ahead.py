@@ -211,6 +211,7 @@ class ReadAhead:
         if place in self.set_aside:
             return Unreadable(self.set_aside[place], away=False)
         with self.cache.fetching(shard.digest):
+            # Another process may have fetched it while this one waited for the lock.
             if (path := self.cache.hold(shard.digest)) is not None:
                 return path
             if shard.domain in self.away:
@@ -218,6 +219,7 @@ class ReadAhead:
             began = time.perf_counter()
             try:
                 content = self.remotes[shard.domain].fetch(shard.file, shard.size, shard.digest)
+            # One damaged shard stays set aside; a source that does not answer may return.
             except DamagedFileError as error:
                 with self._lock:
                     self.set_aside[place] = str(error)
@@ -230,6 +232,7 @@ class ReadAhead:
                 self.counts.fetched += 1
                 self.counts.fetch_s += time.perf_counter() - began
             path = self.cache.put(shard.digest, content)
+        # Without room in the cache the bytes are handed over themselves.
         if path is None:
             self.counts.in_memory += 1
         return path or content

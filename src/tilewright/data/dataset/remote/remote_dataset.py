@@ -60,6 +60,7 @@ def find_dataset(name: str, remote: Remote, known: Path | None = None) -> Remote
         DataError: there is none, or one without shards, or it cannot be reached and was never found before.
     """
     kept = None if known is None else known / f"{fingerprint_of([remote.address])}.json"
+    # Only an address that does not answer falls back to what it had before; a wrong answer is an error.
     try:
         content = json.loads(remote.fetch(DATASET))
         if content.get("format") != FORMAT:
@@ -83,6 +84,7 @@ def find_dataset(name: str, remote: Remote, known: Path | None = None) -> Remote
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise _refused(remote, "No built dataset at this address", f"{DATASET}: {error}") from error
+    # For the next run, if the address does not answer then.
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_whole(kept, json.dumps({DATASET: content, INDEX: json.loads(found.index.to_json())}, ensure_ascii=False))

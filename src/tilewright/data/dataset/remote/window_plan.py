@@ -106,10 +106,12 @@ class WindowPlan:
         """Extend the plan by the windows of the next blocks, as far as there is room; those of the first block in any
         case."""
         for _ in range(_MOST_BLOCKS):
+            # 1. The first block is planned even beyond the room, since its samples come next.
             first = self._head == self._block
             self._is_full = not first and all(place in self._uses for place in self._reached)
             if self._is_full:
                 return
+            # 2. Windows of the block that are not wanted yet, and what their shards add.
             start = counts if first else self._of().counts(self._head * BLOCK)
             new = [
                 one
@@ -118,6 +120,7 @@ class WindowPlan:
             ]
             places = {place for one in new for place in self._shards(one)}
             size = self._bytes(place for place in places if not self.wants(place))
+            # 3. Blocks beyond the next leave an eighth of the room free for a move of weights.
             if size:
                 near = self._head <= self._block + 1
                 room = self._room if near else self._room - self._room // 8
@@ -125,6 +128,7 @@ class WindowPlan:
                 self._is_full = not first and self._bytes(self.all_wanted()) + size > room
                 if self._is_full:
                     return
+            # 4. Wanted now; of these shards none is a left-over of other weights any more.
             for window in new:
                 self._wanted[window] = self._shards(window)
                 self._uses.update(self._wanted[window])

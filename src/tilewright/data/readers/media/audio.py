@@ -28,10 +28,12 @@ Blocks = Iterator[np.ndarray]
 def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
     """Read an audio file: one record with the facts duration_s, rate, channels, loudness_db, peak, silence_share."""
     size, limits = entry.path.stat().st_size, entry.limits
+    # 1. A WAV says how long it is: one that is shorter needs no decoding to be refused.
     lost = _wave_bytes_lost(entry)
     if lost:
         yield entry.reject("truncated audio", float(size), float(size + lost), "its header says so", num_bytes=size)
         return
+    # 2. Limits by the header before, by what was decoded after: a header may say anything.
     try:
         source = _pcm(entry)
         if source is None:
@@ -48,6 +50,7 @@ def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
     except PARSER_ERRORS as error:
         yield entry.reject("damaged audio", damage_of(error), num_bytes=size)
         return
+    # 3. Whole sounds only: a transcript would not fit a part.
     num = measured.pop("frames")
     if num > limits.audio_s * rate:
         yield entry.reject("seconds of sound", num / rate, limits.audio_s, num_bytes=size)
@@ -140,12 +143,14 @@ def _open(entry: Entry) -> tuple[int, int, int, Blocks]:
 def _measure(blocks: Blocks, rate: int, most: int, keep: bool) -> tuple[dict[str, Any], np.ndarray]:
     """Measure audio: facts of a sound, and one channel of it (the mean of all) if `keep`; nothing after `most`
     frames."""
+    # Silence is judged in steps of 20 ms, which blocks cut: the rest of a block is carried over.
     step = max(1, rate // 50)
     frames, power, peak, quiet, num_steps = 0, 0.0, 0.0, 0, 0
     mono: list[np.ndarray] = []
     held = np.zeros(0)
     threshold = 10 ** (SILENCE_DB / 10)
     for block in blocks:
+        # Floats may hold NaN and infinities.
         block = np.nan_to_num(block, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1e3, 1e3)
         frames += len(block)
         energy_N = (block.astype(np.float64) ** 2).mean(1)
@@ -160,6 +165,7 @@ def _measure(blocks: Blocks, rate: int, most: int, keep: bool) -> tuple[dict[str
             mono.append(block.mean(1))
         if frames > most:
             break
+    # The last step may be shorter.
     if len(held):
         quiet, num_steps = quiet + int(held.mean() < threshold), num_steps + 1
     loudness = 10 * np.log10(power / frames) if frames and power else _LEAST_DB

@@ -106,11 +106,13 @@ def book_chapters(path: str, max_bytes: int) -> Iterator[dict[str, Any]]:
     """A book's chapters, of an EPUB, in the order of its spine, each as {"chapter", "title", "text"}."""
     with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
+        # encryption.xml may be there and list nothing.
         if "META-INF/encryption.xml" in names and b"EncryptedData" in _member(
             archive, "META-INF/encryption.xml", max_bytes
         ):
             yield {"encrypted": True}
             return
+        # container.xml names the book's file, which lists members by id, and their order (the spine).
         root = _xml(_member(archive, "META-INF/container.xml", max_bytes)).find(f".//{_CONTAINER}rootfile")
         if root is None:
             raise ValueError("a container without a root file")
@@ -122,12 +124,14 @@ def book_chapters(path: str, max_bytes: int) -> Iterator[dict[str, Any]]:
         for number, entry in enumerate(book.iter(f"{_BOOK}itemref"), 1):
             item = items.get(entry.attrib.get("idref"), {})
             name = posixpath.normpath(posixpath.join(posixpath.dirname(where), unquote(item.get("href", ""))))
+            # A table of contents only repeats titles.
             if item.get("media-type") not in _CHAPTERS or "nav" in item.get("properties", "").split():
                 continue
             if name not in names:
                 yield {"chapter": number, "error": f"no member {name}"[:200]}
                 continue
             page = html_document(_member(archive, name, max_bytes).decode("utf-8", "replace"))
+            # Of all chapters together: a small archive may unpack to any size.
             left -= len(page["text"].encode())
             if left < 0:
                 raise TooLargeError(f"text of more than {max_bytes} bytes")

@@ -50,12 +50,14 @@ def read_pdf(entry: Entry) -> Items:
     entry.need("pypdf")
     limits, size = entry.limits, entry.path.stat().st_size
     asked = {"path": str(entry.path), "max_pages": limits.pages, "max_bytes": limits.document_bytes}
+    # All pages before the first is given: the parser's process may be ended in the middle.
     found = list(_parsed(entry, kind="pdf", **asked))
     ended = [item for item in found if isinstance(item, Rejected)]
     if ended:
         yield from ended
         return
     blank = 0
+    # A page is text, blank or damaged; one item without a page says what limits cut off.
     for item in found:
         part = f"page {item['page']}" if "page" in item else ""
         if "encrypted" in item:
@@ -74,6 +76,7 @@ def read_pdf(entry: Entry) -> Items:
             yield from text_record(entry, item["text"], 0, 0, {"page": item["page"]}, part)
     if blank:
         yield entry.reject("page without text", float(blank), 0.0, count=blank)
+    # A PDF that was opened may still have lost its end.
     if not any("encrypted" in item or ("error" in item and "page" not in item) for item in found):
         yield from _without_end(entry, size)
 

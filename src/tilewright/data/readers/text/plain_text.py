@@ -46,6 +46,7 @@ def read_markdown(entry: Entry) -> Items:
 def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
     with entry.path.open("rb") as file:
         head = file.read(1 << 16)
+    # UTF-16 and UTF-32: neither blocks nor line ends are found by bytes.
     wide = wide_encoding_of(head)
     if wide:
         yield from _wide(entry, wide, facts)
@@ -58,6 +59,7 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
         if isinstance(block, Rejected):
             yield block
             continue
+        # Marks around text that are none of it: a byte order mark, Ctrl-Z at the end.
         if not at and block.startswith(b"\xef\xbb\xbf"):
             at, block = 3, block[3:]
         if at + len(block) == size:
@@ -65,6 +67,7 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
         if looks_binary(block):
             yield entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=len(block))
             continue
+        # The encoding of a block is passed on to the next one.
         decoded = decode_text(block, encoding)
         encoding = decoded.encoding.removeprefix("utf-8").removeprefix(" + ") or encoding
         if decoded.lost:

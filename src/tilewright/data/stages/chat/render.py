@@ -127,6 +127,7 @@ def render_shard(
         TemplateTooMuchError: more than three conversations take too much time or memory.
         TokenizerError: the tokenizer fails on too many.
     """
+    # 1. The template with the tokenizer: a process loads them once for all its shards, by content.
     digests = tuple(hash_file(file) for file in tokenizer_files(template / "tokenizer"))
     chat = _loaded(given, template / "tokenizer", digests)
     renderer = RowRenderer(chat, pairs=settings.chat.format == PREFERENCES)
@@ -139,6 +140,7 @@ def render_shard(
         rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
         cluster_of = clusters_of(clusters, index)
         texts = Shard(index, records, kept, split).texts()
+        # 2. Conversations in batches. Those of no split are rejects; those of which rendering fails, too.
         for batch in in_batches(texts, lambda text: len(text.record["facts"]), ROWS, ROWS_BYTES):
             for text in (text for text in batch if text.part in UNUSED):
                 rejects.append(reject_of(text.record, "split", UNUSED[text.part], len(text.data)))
@@ -154,6 +156,7 @@ def render_shard(
                 left_out.update(rendered.left_out)
                 if len(examples) < NUM_EXAMPLES:
                     examples += rendered.samples
+        # 3. What the unit counts, and an example to look at.
         counts: dict[str, Any] = {"rejects": rejects.num_rows, "left_out": dict(left_out)}
         for into in parts.values():
             counts |= {into.name: into.rows.num_rows, f"{into.name}_tokens": into.counts["tokens"]}

@@ -47,10 +47,12 @@ def unique_records(
     """
     duplicates = settings.duplicates
 
+    # A reject names the record that stays, which may be in another shard.
     @lru_cache(maxsize=_HELD)
     def ids(other: int) -> list[str]:
         return [one for _, batch in batches(records[other] / "records.parquet", ("id",)) for one in batch["id"]]
 
+    # 1. What goes, by all three searches, with the rule of each.
     copies, near_copies, pictures = (drops_of(found, index) for found in (exact, [near], images))
     drops = np.concatenate([np.zeros(0, DROP), copies, near_copies, pictures])
     of_each = [(DUPLICATE, 1.0)] * len(copies) + [(NEAR, duplicates.threshold)] * len(near_copies)
@@ -61,9 +63,11 @@ def unique_records(
         TableWriter(folder / "kept.parquet", KEPT) as staying,
         TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
     ):
+        # 2. What stays: the side table only, since text stays where it is.
         for row in survivors(kept / "kept.parquet", row_of(drops["doc"])):
             staying.append(row)
             num_bytes += row["bytes"]
+        # 3. What goes, with its text: nothing is dropped that cannot be looked at.
         for first, batch in batches(records[index] / "records.parquet", _COLUMNS) if len(drops) else ():
             for row, values in enumerate(zip(*batch.values(), strict=True), first):
                 if row in by_row:

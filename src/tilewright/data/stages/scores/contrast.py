@@ -122,10 +122,12 @@ def verified(
     Raises:
         DataError: the filter is hardly better than chance, or the texts are too few for a threshold.
     """
+    # A threshold from few texts would be chance.
     if found["texts"] < LEAST_FOR_LOSS and noise.threshold is None and not noise.allow_weak:
         raise _unsteady(found, _threshold(np.sort(found["calibrate"]), noise, of_corpus))
     clean = np.array(found["test"])
     threshold = _threshold(np.sort(found["calibrate"]), noise, of_corpus)
+    # Kinds of noise apart: a filter that finds only the easiest would hide in the mean.
     kinds = {}
     for kind, values in found["kinds"].items():
         bad = np.array(values)
@@ -135,6 +137,7 @@ def verified(
             "auc": round(area(clean, bad), 4),
         }
     lost = float((clean > threshold).mean())
+    # Kinds count alike, however many texts each has.
     recall = float(np.mean([kind["recall"] for kind in kinds.values()]))
     auc = float(np.mean([kind["auc"] for kind in kinds.values()]))
     account = {
@@ -148,6 +151,7 @@ def verified(
         "auc_error": round(auc_error(auc, len(clean), min(kind["texts"] for kind in kinds.values())), 4),
         "kinds": kinds,
     }
+    # Two standard errors above the least area: else the filter may be no better than that.
     if auc - 2 * account["auc_error"] < LEAST_AUC and not noise.allow_weak:
         raise _weak(account)
     return account

@@ -168,6 +168,7 @@ def choose_records(
     """
     domain = next((batch["domain"][0] for _, batch in batches(repaired / "records.parquet", ("domain",))), "")
     found = np.load(scores / "scores.npy", allow_pickle=False).astype(np.float64)
+    # 1. The verdict. Records without a score are not judged, and stay.
     has = np.flatnonzero(~np.isnan(found))
     stays = np.ones(len(found), bool)
     verdict = judge(domain, found[has], digests_of(kept)[has]) if len(has) else None
@@ -176,6 +177,7 @@ def choose_records(
     if verdict is not None:
         stays[has] = verdict.stays
         why = {int(has[i]): int(i) for i in np.flatnonzero(~verdict.stays)}
+    # 2. The side table of what stays, with its score.
     num_bytes = 0
     with TableWriter(folder / "kept.parquet", KEPT) as out:
         for number, row in enumerate(rows(kept / "kept.parquet")):
@@ -186,12 +188,14 @@ def choose_records(
             else:
                 gone[row["row"]] = why[number]
         num_kept = out.num_rows
+    # 3. Rejects with their text, out of the repaired records; the side table has none.
     with TableWriter(folder / "rejects.parquet", REJECTS) as rejects:
         for first, batch in batches(repaired / "records.parquet", ("id", "text", "domain", "path", "part")):
             for row, values in enumerate(zip(*batch.values(), strict=True), first) if gone else ():
                 if row in gone and verdict is not None:
                     reason = verdict.reason(gone[row])
                     rejects.append(reject_of(dict(zip(batch, values, strict=True)), kind.stage, reason))
+    # 4. A histogram over all scores, kept or not: the page shows where the threshold cuts.
     width = (kind.high - kind.low) / NUM_BINS
     bins = np.clip((found[has] - kind.low) / width, 0, NUM_BINS - 1).astype(np.int64)
     counts = {f"{domain}\0{kind.column}": np.bincount(bins, minlength=NUM_BINS).tolist()} if len(has) else {}

@@ -142,11 +142,13 @@ def train_ngrams(texts: Iterable[bytes], order: int) -> NgramModel:
         texts: UTF-8; in memory they take about thirty times their size.
         order: bytes of the longest gram, 2 to 8.
     """
+    # 1. Counts and their discounted shares (alpha), for each order.
     data, gaps, _ = spaced(list(texts))
     last = packed(data)[inside(data, gaps)]
     counted = _counts(last, order)
     alphas = [_alpha(grams, counts, n) for n, (grams, counts, _) in enumerate(counted, 1)]
     wanted = _wanted(counted)
+    # 2. Order 1: what the discount frees goes to the uniform distribution.
     unigram = np.full(256, 1 / 256)
     grams, alpha = counted[0][0].astype(np.int64), alphas[0]
     unigram *= 1 - alpha.sum()
@@ -154,14 +156,18 @@ def train_ngrams(texts: Iterable[bytes], order: int) -> NgramModel:
     gamma = np.ones(256)
     tables: list[np.ndarray] = []
     placed = np.zeros(0, np.uint64)
+    # 3. Orders from 2 up. The context of a gram holds the weight of the order below (gamma): a gram whose context has
+    # no place is left out.
     for n in range(2, order + 1):
         grams, frequency = wanted[n - 1]
         if n > 2:
             known = _looked_up(grams >> np.uint64(8), placed, np.ones(len(placed))) > 0
             grams, frequency = grams[known], frequency[known]
+        # Grams compete for places; alpha and gamma are of those that got one.
         table, grams, where = _place(grams, frequency, n)
         own = _field(_looked_up(grams, counted[n - 1][0], alphas[n - 1]))
         table[where] |= own << np.uint64(20)
+        # Gamma is made last: 1 minus the alphas that are stored, as rounded, so that probabilities sum to 1.
         contexts, kept = _by_context(grams, _float(own).astype(np.float64))
         left = np.maximum(1 - kept, 0)
         if n == 2:

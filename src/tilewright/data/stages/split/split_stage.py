@@ -137,6 +137,7 @@ def split_records(
     Raises:
         DataError: too little text for both parts.
     """
+    # 1. The limit on text, before anything is held out.
     section, domains = settings.split, tuple(sorted(set(domain_of_shard)))
     every = _all_kept(kept, records, domains, domain_of_shard)
     if not len(every):
@@ -145,17 +146,21 @@ def split_records(
     found = every.where(stays)
     if not len(found):
         raise refused.error(0)
+    # 2. Whole clusters are held out, so that no copy of a held-out text is trained on.
     cluster_of, notes_of_groups = _divided(found, _clusters(found, clusters), section)
     split = choose_holdout(found, cluster_of, section.holdout, section.seed, may_cut=format == TEXT)
+    # 3. Text of domains that are too small goes; their images and sounds stay, without tokens of their captions.
     where = np.full(len(every), LEFT, np.uint8)
     dropped = np.isin(found.domain_of, split.dropped) & (found.lengths > 0)
     part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
     part[dropped] = np.where(found.is_media[dropped], SHOWN, DROPPED)
+    # 4. Media without tokens are held out by their number.
     held = _held_media(found, (found.lengths == 0) | (part == SHOWN), section)
     part[held] = np.where(part[held] == SHOWN, SHOWN_HELD, HELD)
     where[stays] = part
     if not np.isin(where, (TRAIN, SHOWN)).any() or not (np.isin(where, (HELD, SHOWN_HELD)).any() or split.cut):
         raise refused.error(len(found))
+    # 5. A file per shard: later stages read their own only.
     shards = shard_of(every.docs)
     for shard in range(len(kept)):
         first, stop = np.searchsorted(shards, [shard, shard + 1])

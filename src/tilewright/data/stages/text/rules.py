@@ -123,6 +123,7 @@ def apply_rules(
     ):
         for number, row in enumerate(rows(records / "records.parquet")):
             reason, language = None, row["language"]
+            # Rules are of text, and of the domains that are named; other records pass.
             if are_on and row["modality"] == "text" and (not rules.domains or row["domain"] in rules.domains):
                 record = record_of(row)
                 reason = measured.judge(record)
@@ -131,11 +132,13 @@ def apply_rules(
             if reason is not None:
                 rejects.append(reject_of(row, STAGE, reason))
                 continue
+            # The digest by which copies are found.
             data = row["text"].encode()
             digest = xxhash.xxh3_128_digest(_identity(row, data, format))
             kept.append({"row": number, "digest": digest, "bytes": len(data), "language": language})
             num_bytes += len(data)
         counts = {"records": kept.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
+    # Histograms hold all records, those that go too: a user sees what another threshold would do.
     plain = {key: counts_.tolist() for key, counts_ in sorted(measured.histograms.items())}
     (folder / "histograms.json").write_text(json.dumps(plain, sort_keys=True))
     return counts
