@@ -225,12 +225,14 @@ class TilewrightLM(TemplateLM):
         return order.get_original(results)
 
     def _generate(self, prompts: Sequence[list[int]], arguments: dict[str, Any]) -> list[str]:
+        # 1. What ends an answer: the task's own texts, and those of the model's chat template.
         settings: dict[str, Any] = dict(normalize_gen_kwargs(arguments, DEFAULT_NEW_TOKENS))
         eos = self.codec.decode([self.codec.eos_id], skip_special=False)
         stops = [text for text in handle_stop_sequences(settings.pop("until", None), eos=eos) if text]
         stops += self.chat.stops.texts if self.chat else ()
         num_tokens = settings.pop("max_gen_toks")
         sampling = _sampling(settings)
+        # 2. Prompts, cut from the left where prompt and answer are longer than the context; this is counted.
         room = self.max_length - num_tokens
         if room <= 0:
             raise ConfigError(
@@ -247,6 +249,7 @@ class TilewrightLM(TemplateLM):
             text = self.codec.decode(new, skip_special=False)
             return new[-1] in self._stop_ids or any(stop in text for stop in stops)
 
+        # 3. The answers, without the token that ended them.
         written = continue_rows(
             self.model, rows, num_tokens, sampling=sampling, is_done=is_done, generator=self._generator
         )

@@ -31,6 +31,7 @@ def run_tasks(
     )
     rows = []
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
+        # What a number depends on goes with it: scores are compared only under equal conditions.
         conditions = Conditions(
             harness=f"lm_eval {version('lm_eval')}",
             version=str(results["versions"].get(task, "")),
@@ -41,6 +42,8 @@ def run_tasks(
         )
         better = results["higher_is_better"].get(task) or {}
         for key, value in metrics.items():
+            # The harness' keys are "metric,filter"; standard errors have keys of their own, beside those of their
+            # metrics.
             metric, comma, filter_ = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
