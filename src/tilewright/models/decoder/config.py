@@ -302,6 +302,8 @@ class DecoderConfig:
 
     def _expert_problems(self) -> list[Problem]:
         problems = []
+        # Conflicts of a recipe find these earlier, in its words; here they hold for configs from code and from
+        # folders.
         if self.num_experts % self.num_expert_groups:
             problems.append(
                 Problem(
@@ -322,6 +324,7 @@ class DecoderConfig:
                     where="model.num_limited_groups",
                 )
             )
+        # A token chooses num_limited_groups groups, then experts within them.
         reachable = self.num_experts // self.num_expert_groups * self.num_limited_groups
         if self.num_experts_per_token > reachable:
             problems.append(

@@ -188,6 +188,7 @@ def save_decoder(
         CheckpointError: no Hugging Face layout holds the shape, the model has parts of its own (adapters), or the
             folder cannot be written.
     """
+    # 1. The layout: which matrices get FP8 codes, and the dtype of the rest.
     state = _stored_state(model)
     dtype = dtype or state["model.embed_tokens.weight"].dtype
     coded, high = _split_linears(model, keep) if dtype == CODE_DTYPE else (set(), set())
@@ -198,6 +199,7 @@ def save_decoder(
     if coded:
         config["quantization_config"] = layout_settings(sorted(high))
         warn_of_ragged({name: _matrix(state[name]) for name in coded})
+    # 2. config.json goes first and comes last: a folder that is half written is no model.
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

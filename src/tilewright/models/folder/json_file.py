@@ -27,6 +27,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        # What is there instead may show which folder was meant.
         found = ", ".join(sorted(p.name for p in path.parent.iterdir())[:8]) or "an empty folder"
         raise CheckpointError(
             f"No {name} in the model folder",
@@ -39,6 +40,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
         raise CheckpointError(
             f"{name} is not valid JSON", got=str(error), need=need, try_="copy the file again", where=str(path)
         ) from error
+    # A list or a number is valid JSON, too.
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{name} is not a JSON object",

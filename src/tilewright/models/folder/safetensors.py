@@ -34,6 +34,7 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
         CheckpointError: no safetensors, a file of the index is missing, or a file is corrupt.
     """
     folder = Path(folder)
+    # 1. Files: those of the index, or the only one.
     if (folder / INDEX).is_file():
         weight_map = read_json(folder, INDEX).get("weight_map", {})
         files = sorted({folder / name for name in _file_names(folder, weight_map)})
@@ -49,12 +50,14 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
             try_="copy the missing files; other formats than safetensors are not read",
             where=str(folder),
         )
+    # 2. Names, shapes and dtypes from the headers: no weight is read.
     stored = {}
     for file in files:
         with open_file(file) as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
                 view = reader.get_slice(name)
                 stored[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+    # 3. An index may be of another copy of the folder.
     lost = sorted(set(weight_map or ()) - stored.keys())
     if lost:
         raise CheckpointError(
