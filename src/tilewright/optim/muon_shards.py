@@ -73,6 +73,7 @@ def directions(
     """
     if not axes:
         return [kernels.newton_schulz(part.device.type)(part, num_steps).contiguous() for part in parts_RC]
+    # 1. Matrix i goes to rank i of the outermost axis: this rank sends its parts and gets all parts of its own.
     (group, size), rest = axes[0], axes[1:]
     dealt = [range(rank, len(parts_RC), size) for rank in range(size)]
     mine = dealt[dist.get_rank(group)]
@@ -83,11 +84,13 @@ def directions(
     flat = _flat([parts_RC[index] for of_rank in dealt for index in of_rank], like)
     got = flat.new_empty(sum(received))
     dist.all_to_all_single(got, flat, received, sent, group=group)
+    # 2. Parts are joined along this axis; the other axes may still cut the result, which is joined there in turn.
     sizes = [piece[rank] for rank in range(size) for piece in pieces]
     blocks = [block.view(shape) for block, shape in zip(got.split(list(map(prod, sizes))), sizes, strict=True)]
     joined = [torch.cat(blocks[place :: len(mine)], cuts[index][0]) for place, index in enumerate(mine)]
     inner = [shapes[index] for index in mine], [cuts[index][1:] for index in mine]
     found = directions(joined, *inner, num_steps, rest, kernels, like)
+    # 3. The directions go back as the parts came, with sizes sent and received exchanged.
     back = [
         whole.split([piece[rank][cuts[index][0]] for rank in range(size)], cuts[index][0])
         for whole, piece, index in zip(found, pieces, mine, strict=True)

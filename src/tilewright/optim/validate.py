@@ -50,6 +50,7 @@ def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: 
     Raises:
         ConfigError: see `check_param`; or the gradient is sparse or of another tensor, or the states are.
     """
+    # Each check relies on the ones before it: states are compared with a parameter that is fit to be updated.
     check_param(param, format)
     if grad.layout != torch.strided:
         need = "a dense gradient: AdamW moves all elements in each step"
@@ -61,11 +62,13 @@ def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: 
     ):
         need = f"a gradient of {_described(param)}"
         raise _refused(param, f"a gradient of {_described(grad)}", need, "zero_grad() after the parameter was changed")
+    # An expanded tensor would be updated several times in one place.
     if not param.is_contiguous() and _overlaps(param):
         got = f"a parameter with strides {param.stride()}, whose elements share memory"
         raise _refused(
             param, got, "memory of its own for each element", "param.data = param.data.clone(), not expanded"
         )
+    # States of another shape or device: the parameter was changed after the first step.
     layout = format.layout(param.shape, param.dtype)
     if state and not (fits(state, layout) and _are_beside(state, layout, param)):
         raise _refused(
