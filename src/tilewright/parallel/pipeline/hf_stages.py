@@ -102,12 +102,15 @@ def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:
     Raises:
         ConfigError: it cannot be cut so.
     """
+    # 1. The whole model's parts, found by running it on stand-in values. Reasons against a cut come before any
+    # change.
     with dummy_values(whole):
         view = cut_hf(whole)
     if isinstance(view, str):
         raise _not_cut(whole, pipeline, view)
     if reason := _obstacle(whole, view):
         raise _not_cut(whole, pipeline, reason)
+    # 2. This rank's layers. The model stays the same object with a class that has `StagedHF` too.
     ranges, blocks = pipeline.split(len(view.blocks)), view.blocks
     own = {stage: ranges[stage] for stage in pipeline.stages_of(row.rank)}
     first = list(view.before)
@@ -116,6 +119,7 @@ def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:
     held: Any = whole
     held.pipeline, held.row, held.width = pipeline, row, view.streams[0].shape[-1]
     held.__dict__["view"] = view
+    # 3. Ends of other ranks lose their memory, except for weights that are tied to an end of this rank.
     ties = _ties(first, last) if held.has_first or held.has_last else []
     held.ties = ties
     tied = {(module, name) for tie in ties for module, name in ((tie.first, tie.first_name), (tie.last, tie.last_name))}
@@ -123,11 +127,13 @@ def hold_hf(whole: HFModel, pipeline: Pipeline, row: Group) -> StagedHF:
         for module in modules if not here else ():
             _let_go(module, {name for of, name in tied if of is module})
     held.elsewhere = frozenset((*first, *last)) - frozenset(view.outside())
+    # 4. Checkpointing is listed by layer: of the layers that are left.
     modes = whole.checkpointing
     numbers = [number for of_stage in own.values() for number in of_stage]
     view.hold(HeldLayers({number: blocks[number] for number in numbers}))
     if len(modes) == len(blocks):
         whole._checkpointing = tuple(modes[number] for number in numbers)
+    # 5. A module per stage, for the schedule.
     made = []
     for stage, of_stage in own.items():
         ends = (first if stage == 0 else []) + (last if stage == pipeline.num_stages - 1 else [])

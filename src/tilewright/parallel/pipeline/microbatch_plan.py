@@ -57,11 +57,13 @@ class StepPlan:
         """
         group = world.everyone.handle
         assert group is not None, "of several ranks"
+        # One collective, before any other: ranks with different plans would wait for each other forever.
         mine = torch.tensor([world.data.rank, self.count, self.digest])
         found = [torch.empty_like(mine) for _ in range(world.size)]
         dist.all_gather(found, mine, group=group)
         ranks = [of_rank.tolist() for of_rank in found]
         counts = sorted({count for _, count, _ in ranks})
+        # 1. The same number everywhere.
         if len(counts) > 1:
             raise ConfigError(
                 "Ranks of one model with different numbers of micro-batches",
@@ -69,6 +71,7 @@ class StepPlan:
                 need="the same number on each, some without targets if need be",
                 try_="tilewright's `Stream`, which fills up ranks that have fewer rows",
             )
+        # 2. The same content on ranks that hold one copy of the model; other rows read other data.
         of_rows: dict[int, dict[int, list[int]]] = {}
         for rank, (row, _, digest) in enumerate(ranks):
             of_rows.setdefault(row, {}).setdefault(digest, []).append(rank)

@@ -67,10 +67,12 @@ class PipelineSteps:
 
         self._model, self._device = model, device
         pipeline = model.pipeline
+        # Schedules that split backward compute gradients of weights later, out of a queue per stage.
         self.queues = [WeightGradientQueue() for _ in model.stages if pipeline.defers]
         """Of the stages' weight gradients, where the schedule computes them later."""
         for stage, queue in zip(model.stages, self.queues, strict=False):
             attach(stage, queue)
+        # torch's stages, each with what to do when a pass ends: report it, count what was sent, queue a gradient.
         stages = [
             RaggedStage(
                 stage,

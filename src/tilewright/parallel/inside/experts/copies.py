@@ -52,6 +52,7 @@ def _with_copies(model: nn.Module) -> list[tuple[dict[int, nn.Module], ExpertExc
 
 
 def _sum(experts: dict[int, nn.Module], exchange: ExpertExchange) -> None:
+    # 1. What this rank sends to each other one: its gradients of the experts that both hold, flat, in FP32.
     group, held = exchange.group, exchange.held_by_rank
     shared = [sorted(experts.keys() & set(of_rank)) if rank != group.rank else [] for rank, of_rank in enumerate(held)]
     grads = {
@@ -60,12 +61,14 @@ def _sum(experts: dict[int, nn.Module], exchange: ExpertExchange) -> None:
     }
     own = {number: torch.cat([grad.flatten().float() for grad in parts]) for number, parts in grads.items() if parts}
     pairs = [(rank, number) for rank, of_rank in enumerate(shared) for number in of_rank if number in own]
+    # Both ranks of a pair send equally much: gradients of the same experts.
     sizes = [sum(len(own[number]) for to, number in pairs if to == rank) for rank in range(group.size)]
     device = next(next(iter(experts.values())).parameters()).device
     sent = torch.cat([torch.empty(0, device=device), *(own[number] for _, number in pairs)])
     came = torch.empty_like(sent)
     with group.traffic.waited("all_to_all", sent, sent.nbytes, wire_name(sent.dtype)):
         dist.all_to_all_single(came, sent, sizes, sizes, group=group.handle)
+    # 2. Summed in the order of ranks, which is the same on all: copies get the same bits.
     others = dict(zip(pairs, came.split([len(own[number]) for _, number in pairs]), strict=True))
     for number, mine in own.items():
         first, *rest = (

@@ -70,12 +70,14 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
         return
     check_cuts(model, sizes.tp, sizes.dp_shard)
     assert world.mesh is not None, "tp > 1 has a mesh"
+    # 1. Parameters: parts under the whole one's names, tied ones once.
     made: dict[Tensor, Tensor] = {}
     part = functools.partial(part_along, world.mesh["tp"])
     for module, dim in cut_dims(model, sizes.tp, sizes.dp_shard).items():
         keep_parts(module, {"weight": dim}, part, made)
         mark_partial(module, ranks, adapter_on_all(module, dim))
         run_on_parts(module)
+    # 2. What ranks exchange at the ends of attention and MLP: sums of whole streams, or slices of positions.
     slices = model.slices = SequenceSlices(ranks) if sequence_parallel else None
     for _, module in cut_modules(model):
         if isinstance(module, LatentAttention):
@@ -92,6 +94,7 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
             _spread_input(module, ranks)
         if isinstance(module, ATTENTION_OR_MLP) and slices is None:
             _join_output(module, ranks)
+    # 3. Embedding and head by rows of the vocabulary, where these come out even.
     if cuts_vocabulary(model.config.vocab_size, sizes.tp, sizes.dp_shard):
         for end in held_ends(model):
             if isinstance(end, nn.Embedding):
