@@ -358,6 +358,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan in plain types for plan.json, in the memory tracker's words; None where it is not known."""
         peak, unknown = max(self.tracked, key=self.tracked_bytes), self.shape.unknown
+        # Numbers that a part without a known cost would make too small.
         known = {
             "peak_phase": peak,
             "peak_bytes": self.tracked_bytes(peak),

@@ -1,6 +1,6 @@
 """The plan file: what `plan --out` writes and a run can execute. TOML, checked when it is read.
 
-    format = 2
+    format = 3
     [model]     family, parameters, layers, fingerprint: a plan is for one model and one length of rows
     [machine]   name, device, device_bytes, host_bytes, disk_bytes: the budgets it was made for
     [settings]  settings of the recipe that the plan decides, by section.field
@@ -126,6 +126,7 @@ def fingerprint(shape: ModelShape) -> str:
 def to_toml(plan: Plan) -> str:
     """The text of a plan file."""
     document = tomlkit.document()
+    # In the order of the docstring above: what it is for, what it decides, what it expects.
     document.add(tomlkit.comment("Made by `tilewright plan --out`. Predicted numbers are in [predicted]."))
     document["format"] = FORMAT
     document["model"] = {
@@ -142,6 +143,7 @@ def to_toml(plan: Plan) -> str:
         "disk_bytes": int(plan.budget.disk),
     }
     document["settings"] = plan.settings()
+    # Layers have a whole memory plan; embedding and head only places.
     layers, ends = tomlkit.aot(), tomlkit.aot()
     for row in plan.rows:
         if row.indices:
@@ -176,10 +178,12 @@ def read_plan(path: str | Path) -> PlanFile:
         ConfigError: no such file, not a plan, written by another version, or a layer missing or named twice.
     """
     path = Path(path)
+    # A file may have been edited: all of it is checked here, so that a run fails before its model is loaded.
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')!r}, not {FORMAT}")
+        # 1. Each layer once, and all of them.
         layers: dict[int, LayerMemory] = {}
         for row in raw["layers"]:
             for index in _numbers(row["layers"]):
@@ -188,6 +192,7 @@ def read_plan(path: str | Path) -> PlanFile:
                 layers[index] = _memory_plan(row)
         if sorted(layers) != list(range(raw["model"]["layers"])):
             raise ValueError(f"layers {ranges(sorted(layers))}, not all of 0-{raw['model']['layers'] - 1}")
+        # 2. Settings that a plan decides, and no others.
         strange = sorted(set(raw["settings"]) - SETTINGS)
         if strange:
             raise ValueError(f"[settings] holds {', '.join(strange)}, which no plan decides")

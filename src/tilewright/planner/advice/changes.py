@@ -148,6 +148,7 @@ def of_all(recipe: Recipe) -> Iterator[Candidate]:
 
 def _any_executor(recipe: Recipe) -> Iterator[Candidate]:
     train, optim, mode = recipe.train, recipe.optim, recipe.precision.mode
+    # 1. Smaller micro-batches, more shards, more recomputation: most of these keep the result.
     sparing = {"train.activation_checkpoint": "full", "train.micro_batch_size": 1}
     for size in _halves(min(train.micro_batch_size, train.global_batch_size), 1):
         yield {"train.micro_batch_size": size}, True
@@ -158,6 +159,7 @@ def _any_executor(recipe: Recipe) -> Iterator[Candidate]:
         yield {"train.activation_checkpoint": less}, True
         if train.micro_batch_size > 1:
             yield {"train.activation_checkpoint": less, "train.micro_batch_size": 1}, True
+    # 2. Fewer bits: kept inputs, matmuls, optimizer states, master weights.
     if train.checkpoint_inputs == "exact":
         yield {"train.activation_checkpoint": "full", "train.checkpoint_inputs": "fp8"}, False
         yield {**sparing, "train.checkpoint_inputs": "fp8"}, False
@@ -175,6 +177,7 @@ def _any_executor(recipe: Recipe) -> Iterator[Candidate]:
         yield {"optim.master_weights": "split24", "optim.moments": "8bit"}, False
         yield {**sparing, "optim.master_weights": "split24", "optim.moments": "8bit"}, False
         yield {**sparing, "optim.master_weights": "stochastic", "optim.moments": "8bit"}, False
+    # 3. Changes of the run itself: rows, vocabulary, layers. A loaded model keeps its shape.
     if recipe.model.task != "image_classification":
         yield from (({"data.seq_len": length}, False) for length in _halves(recipe.data.seq_len, 128))
     if recipe.model.kind == "hf" or recipe.model.path:

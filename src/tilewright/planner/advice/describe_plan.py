@@ -22,6 +22,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
         budget: in which nothing fits.
         changes: from `changes.cheapest_changes`.
     """
+    # Three smallest plans: in the given budget, and with host or disk as large as it takes.
     least = planner.smallest(budget)
     with_host = planner.smallest(replace(budget, host=float("inf"))) if budget.links.host else None
     with_disk = planner.smallest(replace(budget, disk=float("inf"))) if budget.links.disk else None
@@ -38,6 +39,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
     why = "" if enough_host else "; the host's memory is what is missing first"
     other = ""
+    # Another tier is worth a line if it saves a tenth of the device.
     if enough_host and with_host is not None and with_host.least_device < 0.9 * least.least_device:
         other = f"\nor {_budgets(with_host)}"
     if with_disk is not None and with_disk.least_device < 0.9 * least.least_device:
@@ -67,6 +69,7 @@ def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
         f"  {format_count(found.num_parameters)} parameters, {_bytes(row)}",
         f"  {in_words(row.choice)}: {format_seconds(row.cost.seconds)} of a step",
     ]
+    # What the best plan leaves free at its peak is what a faster choice may take.
     device = plan.budget.device - plan.peak_bytes
     host = plan.budget.host - plan.host_bytes
     others = []
@@ -74,11 +77,13 @@ def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
         found, plan.setting, plan.shape, plan.recipe, plan.budget.links, planner.fixed.of(found.indices)
     ):
         cost = layer_cost(found, choice, plan.setting, plan.shape, plan.recipe, planner.rates, plan.budget.links)
+        # Below a thousandth of a layer's time choices count as equal.
         if cost.seconds < 0.999 * row.cost.seconds:
             others.append((cost.seconds, choice, cost))
     if not others:
         return [*lines, "  no choice is faster"]
     lines.append(f"  faster for one layer alone, with {format_bytes(device)} of device memory left at the peak:")
+    # The six fastest, each with what it needs more than the chosen one.
     for took, choice, cost in sorted(others, key=lambda item: item[0])[:6]:
         more = cost.held + cost.kept - row.cost.held - row.cost.kept
         needs = [f"{format_bytes(more)} more on the device"] if more > 0 else []
@@ -123,9 +128,11 @@ def timeline(plan: Plan) -> list[tuple[str, dict[str, float]]]:
     load = plan.phases["load"]
     fixed = {name: load[name] for name in ("parameters", "optimizer", "process")}
     standard = plan.setting.can.whole_gradient
+    # Embedding and head have no layer: their gradients alone are in the timeline.
     ends = [row.cost for row in plan.rows if not row.indices]
     all_gradients = sum(cost.gradient for cost in [*layers, *ends])
     many = plan.setting.num_micro > 1
+    # Of one micro-batch gradients appear layer by layer; of several all are there from the second one on.
     points, kept, gradients = [], 0.0, all_gradients if standard and many else 0.0
 
     def add(name: str, work: float) -> None:

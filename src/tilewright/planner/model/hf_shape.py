@@ -160,12 +160,14 @@ class _Found:
 
     def layer(self, place: int, weights: Weights) -> LayerClass:
         """The class of a layer of a Hugging Face model."""
+        # Two traces, of one row and of two: a line through both gives bytes for any number of rows.
         one, two = (trace.layers.memory[place] for trace in self.traced)
         flops = self.traced[0].layers.flops[place]
         prefix = f"{self.skeleton.names[place]}."
         matmuls = tuple(matmul for matmul in self.matmuls if matmul.fqn.startswith(prefix))
         others = _beside(self.layer_gemms[place], matmuls)
         module = self.skeleton.layers[place]
+        # Of experts stacked in one tensor a token uses some: how many, the FLOPs outside of linear layers tell.
         stacked = sum(p.numel() for p in module.parameters() if p.dim() == 3)
         active = weights.count - stacked
         free = 1 + self.free

@@ -23,7 +23,8 @@ from tilewright.parallel.inside.tensor.cuts import config_on_rank
 from tilewright.planner.model.part_weights import Weights
 from tilewright.precision.assign.conversion_plan import ConversionPlan, decide_all
 from tilewright.precision.assign.gathered import coded_weights, narrow_weights
-from tilewright.precision.lora.lora import add_lora, matching
+from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.lora.match_targets import matching
 from tilewright.precision.policy.policy import Policy
 
 

@@ -103,6 +103,7 @@ def lengths_from(text: str, most: int) -> Lengths:
         ConfigError: neither a distribution nor a file.
         DataError: the file has no lengths, or none that can be used.
     """
+    # 1. A distribution by name.
     name, colon, rest = text.partition(":")
     if name in DISTRIBUTIONS and colon:
         numbers = _numbers(rest)
@@ -115,6 +116,7 @@ def lengths_from(text: str, most: int) -> Lengths:
                 where="--lengths",
             )
         return DrawnLengths(name, numbers, most)
+    # 2. A path. A distribution without numbers is none, and is found out below.
     path = Path(text)
     if path.is_dir():
         return _prepared(path, most)

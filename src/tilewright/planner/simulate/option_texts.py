@@ -119,6 +119,7 @@ def network_of(texts: Sequence[str], ranks_per_node: int, message: int) -> Netwo
             no link makes take time.
     """
     links: dict[str, Link] = {}
+    # 1. Each link by itself.
     for text in texts:
         match = re.fullmatch(r"(\w+)=([^,]+?)/s(?:,(.+))?", text.strip())
         if match is None or match[1] not in ("inter", "intra") or match[1] in links:
@@ -140,6 +141,7 @@ def network_of(texts: Sequence[str], ranks_per_node: int, message: int) -> Netwo
                 where="--link",
             )
         links[match[1]] = Link(float(rate), seconds_of(match[3], "--link") if match[3] else 0.0)
+    # 2. Links, messages and nodes together: what would change nothing is a mistake.
     if links and not message:
         raise ConfigError(
             "Links without messages have no effect",

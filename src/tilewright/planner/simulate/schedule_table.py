@@ -117,9 +117,11 @@ class ScheduleTable:
             for slot in row:
                 for one in slot:
                     owners.setdefault(one.stage, set()).add(rank)
+        # 1. Passes that are there twice, stages on two ranks, ranks without work.
         wrong = [f"{one} is there {times} times" for one, times in count.items() if times > 1]
         wrong += [f"stage {stage} is on ranks {sorted(of)}" for stage, of in owners.items() if len(of) > 1]
         wrong += [f"rank {rank} has no pass" for rank, row in enumerate(self.rows) if not row]
+        # 2. Passes that are missing: forward, and backward as one pass or as two.
         stages = 1 + max(owners, default=-1)
         last = max((one.microbatch for one in count), default=-1)
         for stage in range(stages):

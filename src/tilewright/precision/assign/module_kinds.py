@@ -115,15 +115,19 @@ def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> It
         found: its kind where its place in the model tells.
         named: its kind where a rule names it.
     """
+    # How formats are set: torch's layers change their class, all others run in a region; what keeps FP32 does so
+    # itself or is wrapped.
     owns_parameters = is_parametrized(module) or any(True for _ in module.parameters(recurse=False))
     swap = Handling.SWAP if plain_layer(module) in CASTS or isinstance(module, Cast) else Handling.REGION
     keeps_fp32 = Handling.SWAP if swap is Handling.SWAP else Handling.OWN if own else Handling.WRAP
     kind = named or found
     weights = owned(module)
+    # A module that holds its weights as experts or third-party layers do is named by its weights.
     if weights:
         for weight in weights:
             default = "experts" if weight.stacked else "linear"
             yield ModuleSite(row_name(fqn, weight), module, kind or default, Handling.WEIGHT, weight=weight)
+    # Then by place and by type; where a rule names a kind, that one is taken.
     elif kind == "router":
         yield ModuleSite(fqn, module, "router", keeps_fp32)
     elif isinstance(module, nn.MultiheadAttention):
@@ -142,6 +146,7 @@ def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> It
         yield ModuleSite(fqn, module, "norm", keeps_fp32)
     elif own and "compute_dtype" in vars(module):
         yield ModuleSite(fqn, module, "attention", Handling.SETTING)
+    # The rest: parameters that are vectors alone are a norm's or a scale's.
     elif owns_parameters:
         leaf = next(module.children(), None) is None
         if leaf and all(parameter.ndim <= 1 for parameter in module.parameters(recurse=False)):

@@ -154,6 +154,7 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
     if kernels is None:
         raise AssertionError("convert gives each Float8Linear its kernels")
     weight_MK = local(layer.weight.detach())
+    # 1. The tensors in 8 bits, with the tiles of each matmul: rows for fprop and dgrad, columns for wgrad.
     forms = TILES.relaxed(power_of_two=layer.power_of_two)
     x8, x8_column = kernels.quantize_both(x_NK, forms.input)
     dy8, dy8_column = kernels.quantize_both(dy_NM, forms.gradient)
@@ -166,10 +167,11 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
     if layer.weight.requires_grad:
         tensors |= {"input_column": _tensor(x_NK.T, x8_column), "gradient_column": _tensor(dy_NM.T, dy8_column)}
     in_8bit = {
-        "fprop": (x8, weight8),
-        "dgrad": (dy8, weight8.transposed()),
-        "wgrad": (dy8_column, x8_column),
+        "fprop": (x8, weight8),  # [N, K] @ [M, K]^T -> [N, M]
+        "dgrad": (dy8, weight8.transposed()),  # [N, M] @ [K, M]^T -> [N, K]
+        "wgrad": (dy8_column, x8_column),  # [M, N] @ [K, N]^T -> [M, K]
     }
+    # 2. The matmuls: 8 bits against BF16; BF16 against FP32 where a matmul computes in it at present.
     matmuls = {}
     for gemm in gemms_of(layer):
         shadow = _matmul(gemm, x_NK, weight_MK, dy_NM, torch.bfloat16, kernels)

@@ -141,6 +141,7 @@ class _GroupedMatmuls(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_PM):
         column_qdata, column_scale, column_second, *weights_MK = ctx.saved_tensors
+        # 1. The gradient of all rows in 8 bits, row-wise for dgrad and column-wise for wgrad: once for all experts.
         first = ctx.layers[0]
         kernels = first.kernels
         x = of_parts(first.operand_formats.input, (column_qdata, column_scale, column_second))
@@ -152,11 +153,12 @@ class _GroupedMatmuls(torch.autograd.Function):
         if for_row != for_column:
             _, column = quantize_copies(dy_PM, for_column, kernels, row=False, column=True)
         assert row is not None, "it was asked for"
+        # 2. Expert by expert, each with its span of rows. Padding is zero and adds nothing.
         dx_parts, dweights = [], []
         for index, (start, end) in enumerate(ctx.spans):
             weight = ctx.layers[index].quantized_weight(weights_MK[index], transposed=True)
             ctx.layers[index].note_executed("dgrad")
-            dx_parts.append(kernels.tile_gemm(row.rows(start, end), weight, out_dtype=ctx.x_dtype))
+            dx_parts.append(kernels.tile_gemm(row.rows(start, end), weight, out_dtype=ctx.x_dtype))  # [p, M] @ [M, K]
             if not ctx.needs_input_grad[10 + index]:
                 dweights.append(None)
                 continue
@@ -164,7 +166,8 @@ class _GroupedMatmuls(torch.autograd.Function):
             assert column is not None, "it was asked for"
             assert x is not None, "kept where a weight wants its gradient"
             dy, inputs = column.columns(start, end), x.columns(start, end)
-            waiting = tile_wgrad(kernels, dy, inputs, ctx.layers[index].weight.dtype)
+            waiting = tile_wgrad(kernels, dy, inputs, ctx.layers[index].weight.dtype)  # [M, p] @ [p, K]
+            # A pipeline that splits backward computes gradients of weights later.
             if ctx.queue is not None and ctx.queue.takes(ctx.weights[index]):
                 ctx.queue.add(ctx.weights[index], waiting)
                 dweights.append(None)

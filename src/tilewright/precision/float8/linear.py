@@ -119,6 +119,8 @@ class Float8Linear(Cast, nn.Linear):
                 of scale; or a format that neither a recipe names nor `configure` was given.
             HardwareError: the policy is strict, and this machine only emulates the format.
         """
+        # Each check is of what conversion has settled: what backward keeps, the kind of scale, the neighbours'
+        # copies.
         if not self.keep_value and not gemms.wgrad.scaled:
             raise ConfigError(
                 "Weight gradient of this layer must stay in FP8 during a run",
@@ -144,6 +146,7 @@ class Float8Linear(Cast, nn.Linear):
                 try_="tilewright.set_mode(model, policy), which prepares the layers' neighbours too",
                 where="precision",
             )
+        # Strict runs refuse a format that would be emulated here.
         if self.strict and self.kernels is not None:
             _check_not_emulated(gemms, self.kernels.machine)
         self._write(gemms)

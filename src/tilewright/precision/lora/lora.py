@@ -10,11 +10,9 @@ See: Hu et al., "LoRA", 2021; Kalajdzievski, "A rank stabilization scaling facto
 Legend: K input features  M output features  R rank.
 """
 
-import difflib
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, cast
 
@@ -39,6 +37,7 @@ from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
 from tilewright.precision.float8.wiring import share_inputs
 from tilewright.precision.lora.adapter import Adapted, attach, is_transposed
+from tilewright.precision.lora.match_targets import matching
 from tilewright.precision.lora.modules_to_save import (
     find_saved,
     forget_saved,
@@ -104,6 +103,7 @@ def add_lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad], model[0].weight.dtype
         (['0.lora_A', '0.lora_B'], torch.float8_e4m3fn)
     """
+    # 1. Which layers: linear ones that are called, are not saved whole, and match a target. All refusals come first.
     _check(model, rank, alpha, base, dropout)
     saved, apart = find_saved(model, modules_to_save), never_called(model)
     sites = [site for site in find_sites(model) if site.kind == "linear"]
@@ -120,11 +120,13 @@ def add_lora(
         _log.warning("lora: no adapters on %s: %s takes their weights without calling them", layers, kind)
     if base == "fp8":
         _check_fp8({name: linears[name] for name in names})
+    # 2. The model, frozen: in FP8 where that is asked for.
     kernels = kernels or Kernels.default()
     freeze(model)
     train_saved(model, saved)
     if base == "fp8":
         _freeze_in_fp8(model, {name: cast(nn.Linear, linears[name]) for name in names}, kernels)
+    # 3. Adapters, and what conversion has wired around the layers, again. First values last: they are seeded by name.
     for name in names:
         attach(linears[name], rank, scaling_of(rank, alpha, rslora), rslora, dropout)
     _mark_draws(model)
@@ -326,33 +328,6 @@ def _takes_adapter(module: nn.Module) -> bool:
     return owns_its_weight(module) if isinstance(module, nn.Linear) else is_transposed(module)
 
 
-def matching(names: Collection[str], targets: Sequence[str]) -> list[str]:
-    """The names of linear layers that a LoRA target matches.
-
-    Raises:
-        ConfigError: a target that matches none.
-    """
-    for pattern in targets:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            raise ConfigError(
-                "Adapter target matches no linear layer",
-                got=repr(pattern),
-                need="a glob on the name of a linear layer; heads, routers and embeddings get no adapter",
-                try_=(f"near names: {', '.join(close)}\nor " if close else "") + _endings(names),
-                where="targets",
-            )
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in targets)]
-
-
-def _endings(names: Collection[str]) -> str:
-    """The endings of layers' names as globs, for a message on LoRA targets."""
-    last = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    return (
-        "targets among " + ", ".join(f"*{name}" for name in list(last)[:12]) if last else "a model with linear layers"
-    )
-
-
 def _check_fp8(layers: Mapping[str, nn.Module]) -> None:
     other = [name for name, module in layers.items() if not isinstance(module, nn.Linear)]
     if other:
@@ -366,6 +341,7 @@ def _check_fp8(layers: Mapping[str, nn.Module]) -> None:
 
 
 def _check(model: nn.Module, rank: int, alpha: float, base: str, dropout: float) -> None:
+    # Settings by themselves. Names of layers are matched later, when the layers are known.
     if not 0 <= dropout < 1:
         raise ConfigError(
             "Invalid adapter settings",

@@ -86,6 +86,7 @@ def find_saved(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         >>> find_saved(nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)}), ["head"])
         ['head']
     """
+    # Modules without parameters have nothing to save.
     owners = {
         name: module for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
     }
@@ -102,6 +103,7 @@ def find_saved(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 where="lora.modules_to_save",
             )
         found |= dict.fromkeys(mine)
+    # A tied weight trains or is frozen; it cannot do both under two names.
     for names in shared_weights(model).values():
         chosen = [name for name in names if _inside(name, found)]
         if chosen and len(chosen) < len(names):

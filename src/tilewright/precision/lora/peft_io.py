@@ -128,6 +128,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
     Raises:
         CheckpointError: the folder is incomplete, asks for what `lora` cannot do, or is of another model.
     """
+    # 1. The folder: kinds of adapter that this one can be, and one rank in all layers.
     folder, root = Path(folder), _root(model)
     config = read_json(folder, CONFIG)
     _check_kinds(config, folder)
@@ -137,6 +138,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
     names = [key.removeprefix(_PREFIX).removesuffix(suffix) for key in stored if key.endswith(suffix)]
     _check_rank(config["r"], {name: stored[f"{_PREFIX}{name}{suffix}"] for name in names}, folder)
     rslora = bool(config.get("use_rslora"))
+    # 2. A model without adapters gets them on the folder's layers.
     if not adapted_layers(root):
         known = {
             name for name, module in root.named_modules() if isinstance(module, nn.Linear) or is_transposed(module)
@@ -146,6 +148,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
         more = {"dropout": config.get("lora_dropout") or 0.0, "rslora": rslora}
         whole = config.get("modules_to_save") or ()
         add_lora(root, config["r"], config["lora_alpha"], names, base, **more, modules_to_save=whole)
+    # 3. All names and shapes are compared before the first value is copied.
     layers, own = adapted_layers(root), _stored(root)
     wrong = {
         key: f"{list(stored[key].shape)} in the folder, {list(tensor.shape)} in the model"

@@ -99,6 +99,7 @@ class Turns:
 
     def unscale(self, optimizer: torch.optim.Optimizer, inv_scale: float, group: dist.ProcessGroup | None) -> Tensor:
         """Unscale the gradients of an optimizer in its turn: see `DynamicScaler.unscale_`."""
+        # 1. Calls in another order would divide twice, or not at all.
         if not isinstance(getattr(optimizer, "param_groups", None), list):
             raise misused("unscale_", f"it was called with a {type(optimizer).__name__}", "an optimizer")
         if not self._scaled:
@@ -106,6 +107,7 @@ class Turns:
         if optimizer in self._turns:
             done = "stepped" if self._turns[optimizer].stepped else "unscaled"
             raise misused("unscale_", f"the optimizer was {done} already", "unscale_, step, then update()")
+        # 2. A gradient that still holds divided values would get scaled ones on top: a wrong sum.
         params = _params_of([optimizer])
         spent = self._still_spent(params)
         if spent:
@@ -114,6 +116,7 @@ class Turns:
                 f"{len(spent)} gradients still hold what they held before the last update, divided by the scale",
                 "optimizer.zero_grad() before the next loss is scaled",
             )
+        # 3. Parameters of several optimizers are divided once.
         still = [param for param in params if not self._is_true(param)] if self._true else params
         values_of_all = gradient_values(params)
         if any(value.dtype == torch.float16 for values in values_of_all for value in values):
@@ -123,6 +126,7 @@ class Turns:
                 need="FP32 gradients",
                 try_='convert(model, "hybrid") or "pure_fp16", or param.grad_dtype = torch.float32 for each parameter',
             )
+        # All its gradients decide whether an optimizer steps, those that another one has divided too.
         bad = any_not_finite(values_of_all, params[0].device if params else torch.device("cpu"), group)
         for values in values_of_all if still is params else gradient_values(still):
             torch._foreach_mul_(values, inv_scale)

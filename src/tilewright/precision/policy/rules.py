@@ -61,15 +61,18 @@ class Rule:
     kind: str = ""
 
     def __post_init__(self) -> None:
+        # 1. Names.
         known_or_raise("precision.rules.op", self.op, ("*", *KINDS))
         known_or_raise("precision.rules.kind", self.kind, ("", *GIVEN_KINDS))
         known_or_raise("precision.rules.compute", self.compute, ("", *FORMATS))
         for name in GEMM_NAMES:
             known_or_raise(f"precision.rules.{name}", getattr(self, name), ("", *GEMM_FORMATS))
+        # 2. A rule that would change nothing, or pick by what it sets.
         if not self.sets_formats and not self.kind:
             raise rule_error("A rule names no format.", self, "compute, one of fprop, dgrad, wgrad, or kind")
         if self.kind and self.op != "*":
             raise rule_error("A rule gives a kind to modules that it picks by kind.", self, "match, and no op")
+        # 3. Formats that a kind does not have.
         fixed = self.kind if self.kind in ALWAYS_FP32 and self.sets_formats else self.op
         if fixed in ALWAYS_FP32 and (self.compute != "fp32" or self.gemms):
             raise rule_error(f"{fixed} cannot compute in anything but FP32.", self, f"fp32: {ALWAYS_FP32[fixed]}")

@@ -211,6 +211,7 @@ def _tile(granularity: str, group: int) -> Tile:
 
 
 def _check(scale, zero_point, bits, granularity, group, calibrate_batches, learned) -> None:
+    # Arguments by themselves, then in pairs that contradict each other.
     if not (isinstance(bits, int) and 2 <= bits <= 8):
         raise ConfigError(
             "Unknown number of bits", got=repr(bits), need="a whole number from 2 to 8", try_="bits = 8", where="bits"
@@ -233,6 +234,7 @@ def _check(scale, zero_point, bits, granularity, group, calibrate_batches, learn
             try_="zero_point = 0; symmetric = False finds one",
             where="zero_point",
         )
+    # A scale that is stored needs a number of tiles that does not follow the input's shape.
     static = calibrate_batches or learned or (isinstance(scale, Tensor) and scale.numel() > 1)
     how = "learned" if learned else f"calibrate_batches = {calibrate_batches}"
     check_static(granularity, FIXED, how if static else "")
