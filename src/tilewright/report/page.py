@@ -90,6 +90,7 @@ def _write_beside(run: RunData) -> None:
 def render(run: RunData, judgement: Judgement | None = None) -> str:
     """The page of a run as HTML text; `judgement` is what `judge` says about it, if it has been asked already."""
     judgement, learned = judgement or judge(run), summary.learned(run)
+    # What the run has no numbers for is None or empty, and the template leaves it out.
     return fill(
         "page.html",
         run=run,

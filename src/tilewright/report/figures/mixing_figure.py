@@ -18,6 +18,7 @@ def mixing_figure(run: RunData) -> Figure | None:
     rows = [
         (step, number_tables(row.get("domains"))) for row in run.kinds("mix_eval") if (step := _step(row)) is not None
     ]
+    # Domains keep their colour in both pictures; there are five.
     names = sorted({name for _, domains in rows for name in domains if "weight" in domains[name]})
     if not names:
         return None
@@ -30,6 +31,7 @@ def mixing_figure(run: RunData) -> Figure | None:
     weights = [_series(name, rows, "weight", colours[name]) for name in names]
     losses = [_series(name, rows, "loss", colours[name]) for name in names]
     losses = [series for series in losses if series.xs]
+    # exp of a loss that has diverged is no number to draw: then the losses themselves.
     drawable = max((loss for series in losses for loss in series.ys), default=0.0) <= LARGEST_EXPONENT
     svg = line_chart(
         weights, label="weight of each domain", y_label="share of the data", zero=True, marks=marks, size=_SIZE

@@ -70,6 +70,7 @@ def loss_figure(run: RunData) -> Figure | None:
     steps, losses = run.column("loss")
     if not steps:
         return None
+    # A run that diverges would press the rest flat: a logarithmic axis, for all lines.
     held = held_out_losses(run)
     wide = _is_wide([*losses, *(loss for _, loss in held)])
     smoothed = _smooth(steps, losses, wide)
@@ -77,6 +78,7 @@ def loss_figure(run: RunData) -> Figure | None:
     legend = [(0, f"training, smoothed over {_window(losses)} records", format_number(smoothed.ys[-1]))]
     if held:
         series.append(Series("held out", [step for step, _ in held], [loss for _, loss in held], 1, "dots"))
+        # The number beside the chart is of all domains, where there was such an evaluation.
         newest = (held_out_losses(run, "eval_all") or held)[-1][1]
         legend.append((1, "held out, all domains", format_number(newest)))
     marks = [

@@ -41,6 +41,7 @@ def render_meshes(found: BestMeshes, verdict: str, changes: Sequence[Sequence[st
             _WORDS,
         )
     ]
+    # Tables that say something only where there is a second mesh, or a change.
     if len(found.best) > 1:
         lost = [[str(place), why_lost(best, step)] for place, step in enumerate(found.best[1:], 2)]
         tables.append(PageTable("Why the others lost", "Beside the first one.", ("", "why"), lost, _WORDS))

@@ -102,6 +102,7 @@ def collect(run_dir: Path) -> RunData:
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"no run folder {run_dir}")
+    # `trouble` collects what could not be used: a page of a damaged run is made of the rest, and says so.
     trouble: list[str] = []
     rows, samples = (_read_lines(run_dir / name, trouble) for name in ("metrics.jsonl", "samples.jsonl"))
     text, recipe = _read_recipe(run_dir / "run.toml", trouble)

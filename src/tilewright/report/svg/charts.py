@@ -150,8 +150,10 @@ def histogram(
     """
     width, height = size
     coords = sorted(math.log(v) if log_x else v for v in values)
+    # Rice's rule, and half as many bins again: 2 n^(1/3) * 1.5, within 6 to 40.
     num_bins = max(6, min(40, round(2 * len(coords) ** (1 / 3) * 1.5)))
     low, high = coords[0], coords[-1]
+    # Equal values would have bins of no width.
     if high - low < 1e-12:
         low, high = low - 0.5, high + 0.5
     step = (high - low) / num_bins
@@ -160,6 +162,7 @@ def histogram(
         counts[min(int((value - low) / step), num_bins - 1)] += 1
     edges = [low + i * step for i in range(num_bins + 1)]
     back = from_log if log_x else float
+    # The curve goes one bin beyond both ends, in the units of the bars: values per bin.
     grid = [low - step + (high - low + 2 * step) * i / 120 for i in range(121)]
     heights = [curve(g) * len(coords) * step for g in grid] if curve else [0.0]
     x = Scale(back(grid[0]), back(grid[-1]), _LEFT, width - _RIGHT, log_x)

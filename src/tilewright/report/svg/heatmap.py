@@ -34,6 +34,7 @@ def heat_map(
         label: what the map shows.
         width: of the picture, in pixels.
     """
+    # Steps are left out where cells would be narrower than a picture can show.
     stride = -(-len(xs) // _COLUMNS)
     kept = range(0, len(xs), stride)
     bars = max((len(cell) for _, cells in rows for cell in cells), default=1)
@@ -54,6 +55,7 @@ def heat_map(
                 f'height="{high / len(cells[i]) - 0.3:.1f}"/></g>'
                 for j, bar in enumerate(cells[i])
             ]
+    # At most about eight labels.
     base = 4 + len(rows) * (high + _GAP)
     ticks = list(kept)[:: max(1, len(kept) // 8)]
     for i in ticks:

@@ -85,6 +85,7 @@ def plateau(run: RunData) -> Verdict:
     steps, losses = run.column("loss")
     if len(losses) < MIN_RECORDS:
         return PLATEAU.too_short(len(losses))
+    # 1. Quarters of the run: where the last one lies, and since when neither loss fell.
     sigma = noise(losses[len(losses) // 2 :])
     *before, last = [level(part, 0) for part in quarters(losses)]
     ends = [part[-1] for part in quarters(steps)]
@@ -92,6 +93,7 @@ def plateau(run: RunData) -> Verdict:
     fell = [_held_out_fall(run, end) for end in ends[:-1]]
     flat = sum(1 for _ in takewhile(lambda i: not (progress[i] or fell[i]), reversed(range(len(before)))))
     now = f"{num(last.value)} nats per token"
+    # 2. Still falling: the training loss, or only the held-out one.
     if not flat and progress[-1]:
         gain = before[-1].value - last.value
         return PLATEAU.judge(
@@ -102,6 +104,7 @@ def plateau(run: RunData) -> Verdict:
         return PLATEAU.judge(
             0.0, f"The held-out loss fell by {num(fell[-1])} nats at the end; the training loss is {now}."
         )
+    # 3. Flat. If it never was above its last level, nothing was learned.
     start = level(losses[:3], 0)
     if flat == len(before) and not _progress(start, last, sigma):
         text = f"The run learned nothing: the loss began at {num(start.value)} and is {now} in the last quarter."
