@@ -68,6 +68,7 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
     if session.chat is None:
         what = "The model has no chat template: use /v1/completions, or start the server with --chat-template"
         raise ApiError(400, what, code="no_chat_template")
+    # 1. Variables for the template: the client's, unless the request has a field of its own for them.
     variables = dict(asked.chat_template_kwargs or {})
     for name in _OURS:
         if name in variables:
@@ -77,11 +78,13 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
         variables = {"reasoning_effort": asked.reasoning_effort} | variables
         if asked.reasoning_effort == "none":
             variables = {"enable_thinking": False} | variables
+    # 2. The form in which this model writes calls, found in its template.
     tools = _tools(asked)
     kind = format_of(session.chat.source) if tools else None
     if tools and kind is None:
         what = "The model's chat template takes no tools, or writes calls in a form that is not known"
         raise ApiError(400, what, "tools", "unsupported_value")
+    # 3. The prompt, and whether it ends inside a thought.
     given = TemplateArguments(tools, variables)
     ids = refused_as_400(lambda: session.chat_ids(asked.conversation(), given), "messages")
     free = thoughts_of(session, ids)
@@ -90,6 +93,7 @@ def chat_prompt(session: Session, grammars: Grammars, asked: ChatRequest) -> Pro
         return Prompt(ids, constraint=constraint, thoughts=free if constraint is None else None)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     calls = Calls(kind, tuple(schemas), asked.parallel_tool_calls is False, schemas)
+    # 4. With "auto" the model decides whether it calls; a call that is asked for is enforced by a grammar.
     if asked.tool_choice in (None, "auto"):
         constraint = _of_format(grammars, asked)
         return Prompt(ids, calls=calls, constraint=constraint, thoughts=free if constraint is None else None)
