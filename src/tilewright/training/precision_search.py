@@ -115,6 +115,7 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
         ConfigError: the recipe leaves nothing to search.
         NumericsError: the loss in FP32 is not finite at these weights.
     """
+    # 1. Weights, and twice as many batches as asked for: half to choose by, half to check with.
     _refuse(loaded.recipe)
     setup = set_up(replace(loaded, recipe=_searchable(loaded.recipe)))
     with ProgressBar("precision search") as progress:
@@ -125,6 +126,7 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
         finally:
             parts.stream.close()
             parts.memory_tracker.close()
+        # 2. Measure: each matmul of each layer in 8 bits alone, and what it would save.
         policy = recipe_policy(loaded.recipe, setup.machine)
         set_mode(parts.model, measuring_policy(policy))
         _check_not_empty(parts.model)
@@ -135,11 +137,13 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
         progress.phase("time of each matmul", len(sensitivity.units))
         micro_batches = -(-loaded.recipe.train.global_batch_size // loaded.recipe.train.micro_batch_size)
         times = _times(sensitivity.units, time, micro_batches, setup, progress)
+        # 3. Choose, beside policies that need no search.
         model = LossModel(sensitivity, loss_slope(steps, losses))
         space = SearchSpace(sensitivity.units, model, times, fixed)
         chosen = fastest(space, settings.budget)
         marks = tuple(baselines(space))
         points = tuple(curve(space))
+        # 4. Whole policies on batches that did not choose: single changes were added up, which is an estimate.
         progress.phase("check on fresh batches", 1 + len(marks))
         checked = {}
         for candidate in (chosen, *marks):

@@ -35,16 +35,19 @@ class FarHook(StepHook):
     def after_step(self, step: Step, result: StepResult) -> None:
         """Leave out data at far addresses that is away, and say what was set aside."""
         reader = self.prepared.reader
+        # 1. Sources that were away at the checkpoint are tried again in the background, not waited for.
         if not self._resumed:
             for name in self.stream.away:
                 reader.suspect(name, "it was away when this checkpoint was written")
             self._resumed = True
+        # 2. Shards that were set aside, once each.
         for place, why in list(reader.set_aside.items()):
             if place not in self._said:
                 self._said.add(place)
                 shard, rows = reader.shards[place], self.prepared.rows_of_shard(place)
                 text = f"{shard.file} of {shard.domain} is set aside: {why}; its {rows} rows are blank"
                 step.recorder.event(step.number, "shard_set_aside", text, rows=rows, shard=shard.file)
+        # 3. What one rank cannot read all leave out: this is a collective, so all ranks call it at each step.
         here = reader.away
         away = self._of_all(here)
         if set(away) == set(self.stream.away):
@@ -55,6 +58,7 @@ class FarHook(StepHook):
                 start = self.stream.leave_away([*self.stream.away, name], f"the source of {name} is away")
                 text = f"the source of {name} is away ({why}): the others go on without it from sample {start} on"
                 step.recorder.event(step.number, "source_away", text, domain=name, first_sample=start)
+        # 4. A source is back when no rank misses it.
         for name in [name for name in self.stream.away if name not in away]:
             left = [one for one in self.stream.away if one != name]
             start = self.stream.leave_away(left, f"the source of {name} has returned")

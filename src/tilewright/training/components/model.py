@@ -127,6 +127,7 @@ def _nothing_else(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int] =
 def _check_pairs(pairs: Sequence[Pair], model: Model, teacher: Model, *, learned: bool) -> None:
     """Raise where a recipe's model cannot learn these hidden values as a student."""
     problems: list[Problem] = []
+    # 1. The layers of both models, by number; and where attention is learned, that they show it.
     for whose, one, numbers in (
         ("student", model, [(pair.target, pair.ours) for pair in pairs]),
         ("teacher", teacher, [(pair.target, pair.theirs) for pair in pairs]),
@@ -159,6 +160,7 @@ def _check_pairs(pairs: Sequence[Pair], model: Model, teacher: Model, *, learned
             elif target == "attention":
                 without = [number for number in asked if one.attention_of(layers[number]) is None]
                 problems += [_no_attention(whose, one, without)] if without else []
+    # 2. Equal widths, unless a projection is learned.
     own, width = stream_width(model), stream_width(teacher)
     if not learned and own != width:
         problems.append(

@@ -92,6 +92,7 @@ class AdaptiveReplanner(StepHook):
         watch: bool = True,
         known: Plan | None = None,
     ) -> None:
+        # What it acts on.
         self.executor = executor
         self.active = watch
         """True where anything but an out-of-memory matters."""
@@ -100,6 +101,7 @@ class AdaptiveReplanner(StepHook):
         self._planner: Replanner | None = None
         self.row_length: int | None = None
         """Tokens of the longest row; None of images, and before the first step."""
+        # What is expected, and how the last measurement differs from it.
         self.expected = known
         """Of the memory plan and row length that run now, before any correction; None while no planner was asked."""
         self.memory_factor = self.time_factor = 1.0
@@ -108,12 +110,14 @@ class AdaptiveReplanner(StepHook):
         """Highest peak in bytes of the step that was looked at last."""
         self.looks = 0
         """How often that was measured."""
+        # What it asks and tells.
         self._memory_tracker, self._free, self._reserve = memory_tracker, free, reserve
         self._agreement = agreement or Agreement()
         self._record_event = record_event
         self._steps = steps
         self._ladder = ladder
         self._growth = growth
+        # What it remembers between steps.
         self._number = 0
         self._planned_for: float | None = None
         self._limit = float("inf")

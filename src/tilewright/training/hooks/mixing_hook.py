@@ -65,9 +65,11 @@ class MixingHook(StepHook):
 
     def after_step(self, step: Step, result: StepResult) -> None:
         """Add the step's rows for mixing; at an interval evaluate, decide and move."""
+        # 1. News of the start, which had no step to be reported at.
         for text in self._news:
             step.recorder.event(step.number, "mix", text)
         self._news = []
+        # 2. Every step counts; only an interval's last one decides.
         self.sums.add(result)
         if step.number % self.interval or step.number >= self.steps:
             return
@@ -77,6 +79,7 @@ class MixingHook(StepHook):
             step.recorder.event(step.number, "mix_refused", text)
         held_out = self.evaluate(self._evaluations // self.mixer.policy.turn)
         self._evaluations += 1
+        # 3. The policy decides. Refusals are recorded like moves: a weight that stays has a reason, too.
         seen = self._seen(step.number, held_out, trained)
         decision = self.mixer.decide(seen)
         for refusal in decision.refused:
@@ -87,6 +90,7 @@ class MixingHook(StepHook):
             text = f"from sample {start}: {change_line(self.weights, decision.weights)} ({decision.why})"
             step.recorder.event(step.number, "mix", text, weights=decision.weights, first_sample=start)
             self.weights = decision.weights
+        # 4. What the policy was shown, and the weights from here on.
         row = {
             name: {"weight": self.weights[name], "epochs": one.epochs}
             | ({} if one.held_out is None else {"loss": one.held_out})

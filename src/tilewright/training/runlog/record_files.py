@@ -221,8 +221,10 @@ class RunLog:
         if memory is not None:
             row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
             row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
+        # Skipped steps are left out of the recent times: nothing was updated in them.
         if result.skipped is None:
             self.recent.append((counters.step, result.seconds, result.processor_s))
+        # Sums since the last printed line.
         self._interval.steps += 1
         self._interval.tokens += result.num_tokens
         self._interval.seconds += seconds
