@@ -162,26 +162,30 @@ class _Blocked(torch.autograd.Function):
                 None,
                 None,
             )
+        # Probabilities are recomputed from the log-sum-exp, for some query rows and the keys that they may see at a
+        # time.
         q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = ctx.saved_tensors
         num_keys, num_positions = k_BKSD.shape[1], q_BHSD.shape[2]
         group = q_BHSD.shape[1] // num_keys
         k, v = expand(k_BKSD, group), expand(v_BKSD, group)
         high, low = lse_BHS.dtype, q_BHSD.dtype
+        # The softmax's own term: sum over keys of P * dP = sum over width of dO * O.
         delta_BHS1 = (dout_BHSD.to(high) * out_BHSD.to(high)).sum(-1, keepdim=True)
         dq_blocks = []
         dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
         for start in range(0, num_positions, ctx.block):
             end, first = min(start + ctx.block, num_positions), first_key(start, ctx.window)
             q, dout = q_BHSD[:, :, start:end], dout_BHSD[:, :, start:end]
-            scores_BHRE = torch.matmul(q, k[:, :, first:end].mT)
-            dprobs_BHRE = torch.matmul(dout, v[:, :, first:end].mT)
+            scores_BHRE = torch.matmul(q, k[:, :, first:end].mT)  # [R, D] @ [D, E] -> [R, E]
+            dprobs_BHRE = torch.matmul(dout, v[:, :, first:end].mT)  # [R, D] @ [D, E] -> [R, E]
             allowed = allowed_block(segments_BS, start, end, q.device, ctx.window)
             probs_BHRE = torch.exp(scores_BHRE.to(high) * ctx.scale - lse_BHS[:, :, start:end, None])
             probs_BHRE = torch.where(allowed, probs_BHRE, 0.0)
             dscores = (probs_BHRE * (dprobs_BHRE.to(high) - delta_BHS1[:, :, start:end]) * ctx.scale).to(low)
-            dv_BHSD[:, :, first:end] += torch.matmul(probs_BHRE.to(low).mT, dout)
-            dk_BHSD[:, :, first:end] += torch.matmul(dscores.mT, q)
-            dq_blocks.append(torch.matmul(dscores, k[:, :, first:end]))
+            dv_BHSD[:, :, first:end] += torch.matmul(probs_BHRE.to(low).mT, dout)  # [E, R] @ [R, D] -> [E, D]
+            dk_BHSD[:, :, first:end] += torch.matmul(dscores.mT, q)  # [E, R] @ [R, D] -> [E, D]
+            dq_blocks.append(torch.matmul(dscores, k[:, :, first:end]))  # [R, E] @ [E, D] -> [R, D]
+        # Each key head has served a group of query heads.
         if group > 1:
             dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
         return torch.cat(dq_blocks, dim=2).to(low), dk_BHSD.to(low), dv_BHSD.to(low), None, None, None, None
