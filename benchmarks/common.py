@@ -143,7 +143,7 @@ def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: f
     from tilewright.data.batches.microbatches import row_length
     from tilewright.memory.tracking.malloc import trim_malloc
     from tilewright.training.executor.step_transaction import run_with_retries
-    from tilewright.training.hooks.base import Step
+    from tilewright.training.hooks.step_hook import Step
 
     step = Step(number, microbatches, lr, row_length(microbatches), 0.0, False, None, None)  # nothing is recorded
     replanner.before_step(step)

@@ -124,7 +124,7 @@ def call_in_fork(
 def workers_from_fork_server(patch: pytest.MonkeyPatch) -> None:
     """Workers of `data build` begin with everything imported: each takes a second of imports otherwise. They do not
     watch this process, whose children they are not."""
-    from tilewright.data.engine.executors.local_processes import LocalExecutor
+    from tilewright.data.engine.executors.local_executor import LocalExecutor
 
     def pool_of(executor: LocalExecutor, num: int | None) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(num or executor._processes, fork_server())

@@ -15,10 +15,10 @@ from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_los
 from tilewright.compress.budget.stage_runs import from_scratch, run_stage, stage_recipe, write_model
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.export.stored_codes import calibration
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
-from tilewright.training.components.dataset import held_out
+from tilewright.training.components.recipe_data import held_out
 from tilewright.training.session import train
 
 SHAPE = {

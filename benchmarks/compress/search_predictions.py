@@ -22,7 +22,7 @@ from benchmarks.common import parser_of, write_result
 from benchmarks.compress.search_uniform import CONTEXT, NO_CHANGES, Study
 from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.compress.search.choose_shapes import ChosenShape
-from tilewright.compress.search.library.assemble import config_with
+from tilewright.compress.search.library.assemble_decoder import config_with
 from tilewright.compress.search.search_settings import KINDS
 from tilewright.compress.search.table.latency import model_latency
 from tilewright.models.build import decoder_shapes, init_weights, materialize

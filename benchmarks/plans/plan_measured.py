@@ -57,7 +57,7 @@ from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.hooks.replan_setup import replanner_for
-from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.resolve_plan import plan_run
 
 CLAIM = (
     "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %; plans "

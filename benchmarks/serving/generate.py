@@ -21,7 +21,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model, init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.generate import generate
-from tilewright.precision.mixed import rows
+from tilewright.precision.mixed import few_row_layers
 
 CLAIM = "cached generation at least 10x uncached at 512 tokens on the default recipe's model, same tokens"
 PROMPT = 24
@@ -67,7 +67,7 @@ def main() -> None:
     model = build_model(recipe.model, recipe.data.vocab_size, device=device).eval()
     assert isinstance(model, Decoder)
     init_weights(model, 0)
-    rows.attach(model, detect_machine(device))
+    few_row_layers.attach(model, detect_machine(device))
     prompt = torch.randint(0, recipe.data.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     prompt = prompt.to(device)
     peer = peer_of(model, device) if asked.transformers else None

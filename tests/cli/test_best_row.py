@@ -9,7 +9,7 @@ from tests.cli.tuned import arguments, make_model, make_talks
 from tests.contracts.observe import fixed_ceilings
 from tilewright.cli.commands.chat_models.finetune_ways import _Planning, ways
 from tilewright.cli.commands.chat_models.tuned_recipe import tuned_recipe
-from tilewright.planner.advice.changes import WORTH
+from tilewright.planner.advice.recipe_changes import WORTH
 from tilewright.planner.decide import typed_too
 from tilewright.training.planning.plan_request import PlanRequest
 

@@ -19,7 +19,7 @@ from tilewright.compress.exports_file import read_exports
 from tilewright.compress.prove.held_out import ask_held_out
 from tilewright.core.errors import DataError
 from tilewright.report.page import write_report
-from tilewright.training.components.dataset import HeldOut
+from tilewright.training.components.recipe_data import HeldOut
 from tilewright.training.session import train
 
 

@@ -13,7 +13,7 @@ from tests.models.shapes import KERNELS
 from tests.parallel.communicate.exchanges import reduced_together
 from tilewright.cli.commands.outputs.parity import gaps
 from tilewright.cli.commands.outputs.parity_limits import IN_8_BITS, UNIT, limits_of, sum_tolerance
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.formats.tiled import FP8_ROW
 

@@ -17,9 +17,9 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.units import format_bytes, parse_bytes
 from tilewright.formats import fp8_layout
 from tilewright.models import build
-from tilewright.planner.trace import layer_trace, trace
+from tilewright.planner.trace import layer_trace, model_trace
 from tilewright.training.assemble import set_up
-from tilewright.training.components.dataset import prepare_data
+from tilewright.training.components.recipe_data import prepare_data
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +87,12 @@ def test_a_plan_builds_asks_and_traces_a_model_once_for_each_thing_that_differs(
         monkeypatch.setattr(module, name, lambda *args, **more: (counts.update([name]), real(*args, **more))[1])
 
     for name in ("document_styles", "has_plain_head", "convert"):
-        counted(trace, name)
+        counted(model_trace, name)
     for name in ("hf_shapes", "load_hf", "whole_architecture"):
         counted(build, name)
     for name in ("_run", "_backward"):
         counted(layer_trace, name)
-    counted(trace.Tracer, "trace")
+    counted(model_trace.Tracer, "trace")
     counted(fp8_layout, "quantize")
     assert run(["plan", str(foreign), *settings_of(tmp_path, talks), "--on", "4090", "--json"]) == 0
     built = {"hf_shapes": 1, "load_hf": 3}  # what is checked has real integers, and adapters differ by way

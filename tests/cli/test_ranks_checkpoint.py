@@ -12,8 +12,8 @@ from tests.ranks import on_ranks
 from tests.training.test_ranks_run import run as run_rank
 from tests.training.tiny import write_text
 from tilewright.cli.app import run
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
-from tilewright.training.checkpoint.meta import read_meta
 
 pytestmark = pytest.mark.dist
 STEP = "step_00000006"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.planner.simulate.here import tables_here
 from tilewright.cli.app import run
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 SMALL = [
     "simulate",

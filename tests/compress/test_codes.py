@@ -16,7 +16,7 @@ from tilewright.compress.export.stored_codes import four_bit_codes, through, tra
 from tilewright.compress.gguf.tensors import to_neighbours
 from tilewright.compress.graph.quantized import quantize_8da4w
 from tilewright.compress.graph.trace import graph_of
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.formats.integer import INT4, quantize_integer
 from tilewright.formats.scaling import Tile

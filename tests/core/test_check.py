@@ -6,7 +6,7 @@ from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.unused import _VOID, without_effect
+from tilewright.core.config.unused_settings import _VOID, without_effect
 from tilewright.core.errors import ConfigError
 
 CASES = [

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
-from tilewright.core import mip
+from tilewright.core import integer_program
 from tilewright.core.errors import FitError
-from tilewright.core.mip import Column, LinearRow, minimise
+from tilewright.core.integer_program import Column, LinearRow, minimise
 
 SMALL = st.integers(-5, 5)
 
@@ -81,5 +81,5 @@ def test_an_answer_within_limits_says_how_far_it_may_be_from_the_best(limit, by_
 def test_a_limit_on_nodes_gives_the_same_answer_twice(size, nodes):
     """A solver that is stopped by the clock gives what it has then, and that is another thing each time."""
     first = minimise(*knapsacks(size), gap=0.0, nodes=nodes)
-    mip._solved.cache_clear()
+    integer_program._solved.cache_clear()
     assert minimise(*knapsacks(size), gap=0.0, nodes=nodes) == first

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.config import setting_names
-from tilewright.core.config.edit import accepted, changed, with_settings
+from tilewright.core.config.change_recipe import accepted, changed, with_settings
 from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError

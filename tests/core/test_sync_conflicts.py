@@ -3,7 +3,7 @@
 import pytest
 
 from tilewright.core.config.load import load_recipe
-from tilewright.core.config.unused import without_effect
+from tilewright.core.config.unused_settings import without_effect
 from tilewright.core.errors import ConfigError
 
 AS_READ = {"parallel.param_gather": "as_read"}

@@ -22,9 +22,9 @@ from tilewright.data.common.tokenizer import LONGEST_WORD, short_words, train_to
 from tilewright.data.corpus.read import collect
 from tilewright.data.dataset.account import LIMIT, account_line
 from tilewright.data.prepare import prepare
-from tilewright.data.sources.documents import printable
+from tilewright.data.sources.find_files import find_files
+from tilewright.data.sources.source_parts import printable
 from tilewright.data.sources.user_files import user_source
-from tilewright.data.sources.walk import find_files
 
 
 def read(root, tmp_path, max_bytes=0, domains=()):

@@ -6,7 +6,7 @@ import pytest
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.data import MixingSection, MixingStage
-from tilewright.core.config.unused import without_effect
+from tilewright.core.config.unused_settings import without_effect
 from tilewright.core.errors import ConfigError
 from tilewright.data.mixing.choose_mixer import mixer_of
 from tilewright.data.mixing.mixing_policy import DomainSeen, MixEvaluation, shares

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import examples
-from tilewright.data.batches.pack import pack
+from tilewright.data.batches.pack_documents import pack
 from tilewright.data.batches.token_rows import IGNORE, TextRows
 
 

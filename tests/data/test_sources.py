@@ -19,15 +19,15 @@ from tests.draws import examples
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import text_of
 from tilewright.data.corpus.read import collect
-from tilewright.data.sources.documents import Part, Source, cut
 from tilewright.data.sources.file_lines import segment_lines
-from tilewright.data.sources.installed import (
+from tilewright.data.sources.installed_text import (
     _headers,
     _requires,
     dependency_closure,
     installed_source,
     split_docstrings,
 )
+from tilewright.data.sources.source_parts import Part, Source, cut
 from tilewright.data.sources.user_files import SEGMENT_BYTES, user_source
 
 
@@ -177,7 +177,7 @@ def test_installed_text_does_not_depend_on_what_was_imported():
     """setuptools adds packages of its own to sys.path (torch's compiler imports it)."""
     code = (
         "import sys\n"
-        "from tilewright.data.sources.installed import installed_source\n"
+        "from tilewright.data.sources.installed_text import installed_source\n"
         "before, known = installed_source().key, list(sys.path)\n"
         "import setuptools\n"
         "assert sys.path != known\n"

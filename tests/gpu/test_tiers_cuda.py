@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.gpu.device import ON_A_GPU
 from tilewright.memory.layer_major.rollback import RollbackBuffer
-from tilewright.memory.offload.pinned import pinned_empty, unpin
+from tilewright.memory.offload.pinned_memory import pinned_empty, unpin
 from tilewright.memory.offload.pool import OffloadPool
 from tilewright.models.layerwise.layer_view import LayerGroup
 

@@ -17,8 +17,8 @@ import tilewright
 from tilewright.core.errors import ConfigError
 from tilewright.integrations.transformers import attach
 from tilewright.integrations.transformers_control import ControllerCallback
-from tilewright.precision.controller.log import read_history
-from tilewright.precision.controller.settings import ControllerSettings
+from tilewright.precision.controller.controller_log import read_history
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy, Rule
 

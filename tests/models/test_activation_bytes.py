@@ -171,7 +171,7 @@ COMPILED = [
     for mode in ("none", "selective", "matmuls", "attention")
     for policy in ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules")
     # What an eager selective checkpoint around compiled parts caches, hooks do not see. With copies handed from module
-    # to module (`precision.float8.fused`) torch 2.13 compiles such layers in parts, too.
+    # to module (`precision.float8.quantizing_layers`) torch 2.13 compiles such layers in parts, too.
     if (mode == "none" or not (SHAPES[name].num_experts or policy in POLICIES)) and (name, mode, policy) != FAST
 ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models.hub_server import FakeHub, serving
 from tilewright.core.errors import CheckpointError, HardwareError
-from tilewright.models.folder.resolve import find_model, is_hub_name, missing_files, split_name
+from tilewright.models.folder.find_model import find_model, is_hub_name, missing_files, split_name
 
 pytest.importorskip("huggingface_hub")
 

@@ -13,7 +13,7 @@ from tests.optim.test_citizen import assert_in_words
 from tests.planner.rates import make_machine, make_plan, make_rates, make_recipe
 from tests.training.test_layer_major_step import executor, steps, worst
 from tilewright.compress.prune.unit_kinds import Whole, counts
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import load_recipe, write_run_toml
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import init_weights
@@ -23,8 +23,8 @@ from tilewright.models.decoder.flops import count_flops, count_parameters
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
-from tilewright.parallel.inside.tensor.cuts import check_cuts, config_on_rank
-from tilewright.planner.advice.changes import of_all
+from tilewright.parallel.inside.tensor.matrix_cuts import check_cuts, config_on_rank
+from tilewright.planner.advice.recipe_changes import of_all
 from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.simulate.mesh.setting_space import _cut
 from tilewright.precision.convert import convert

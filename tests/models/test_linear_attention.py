@@ -30,7 +30,7 @@ from tilewright.ops.base.documents import STARTS, document_starts
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
-from tilewright.parallel.inside.tensor.cuts import check_cuts
+from tilewright.parallel.inside.tensor.matrix_cuts import check_cuts
 from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.precision.convert import convert
 from tilewright.training.executor.standard import StandardExecutor

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.draws import examples
-from tilewright.models.distill.chunks import summed_in_chunks
+from tilewright.models.distill.chunked_loss import summed_in_chunks
 from tilewright.ops.linear import machines_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,8 +18,12 @@ from tilewright.models.decoder.decoder import Decoder
 SOURCE = Path(tilewright.__file__).parent
 CLASSES = {"Decoder", "HFModel"}
 OWN = ("models/decoder/", "models/hf/")
-CUTTERS = {"parallel/pipeline/stages.py", "parallel/inside/experts/rank_experts.py", "parallel/inside/tensor/cuts.py",
-           "parallel/inside/tensor/cut_decoder.py", "parallel/parallelize.py", "compress/search/search_run.py",
+CUTTERS = {"parallel/pipeline/rank_stages.py",
+           "parallel/inside/experts/rank_experts.py",
+           "parallel/inside/tensor/matrix_cuts.py",
+           "parallel/inside/tensor/cut_decoder.py",
+           "parallel/parallelize.py",
+           "compress/search/search_run.py",
            "training/components/model.py"}  # fmt: skip
 """They take models of these classes apart, and refuse any other in words."""
 RENAMED = ("mixtral", "vit")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.models.folder.shrink import AT_MOST, smaller
+from tilewright.models.folder.shrink_config import AT_MOST, smaller
 from tilewright.models.hf.load import load_hf
 
 transformers = pytest.importorskip("transformers")

@@ -22,8 +22,8 @@ from tilewright.ops.backends.ref.cached_layer import AttentionWeights, LayerWeig
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import CACHED_LAYER, MOST_ROWS
+from tilewright.precision.mixed.few_row_layers import attach
 from tilewright.precision.mixed.row_block import RowBlock
-from tilewright.precision.mixed.rows import attach
 
 MACHINE = detect_machine("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright.core.config.edit import on_machine
+from tilewright.core.config.change_recipe import on_machine
 from tilewright.core.config.load import load_recipe
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.backends.native import loss, wide

@@ -22,8 +22,8 @@ from tilewright.models.generate import generate
 from tilewright.ops.backends.cpu.row_linear import row_linear
 from tilewright.ops.base.dispatch import Case, choose
 from tilewright.ops.linear import MOST_ROWS, ROW_LINEAR
+from tilewright.precision.mixed.few_row_layers import attach
 from tilewright.precision.mixed.row_linear import RowLinear
-from tilewright.precision.mixed.rows import attach
 
 MACHINE = detect_machine("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -16,9 +16,9 @@ from tests.parallel.test_heartbeat import BEATS
 from tests.ranks import started
 from tilewright.core.errors import EXIT_HARDWARE
 from tilewright.parallel.launch import launched
-from tilewright.parallel.liveness import failure
-from tilewright.parallel.liveness.failure import Blame, ending_with_others, speaks_for_others
+from tilewright.parallel.liveness import rank_failure
 from tilewright.parallel.liveness.heartbeat import Heartbeat
+from tilewright.parallel.liveness.rank_failure import Blame, ending_with_others, speaks_for_others
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.training.planning.rank_watch import RankWatch
 
@@ -64,7 +64,7 @@ def test_a_killed_rank_is_seen_once_it_gives_no_beat(killed, tmp_path):
 def test_a_broken_connection_is_proof_enough(killed, tmp_path, monkeypatch):
     """No silence is waited for."""
     for name in ("GONE_S", "BLAME_S"):
-        monkeypatch.setattr(failure, name, 600.0)
+        monkeypatch.setattr(rank_failure, name, 600.0)
     began = time.monotonic()
     with Heartbeat(tmp_path, 0):
         assert Blame(tmp_path, 0).wait(RuntimeError("closed")).record.rank == 1
@@ -91,7 +91,7 @@ def test_a_rank_that_came_to_its_end_is_not_to_blame(tmp_path):
 
 @pytest.mark.parametrize("beats", [0.1, 100.0])
 def test_a_silent_rank_is_taken_for_it_in_the_end(beats, tmp_path, monkeypatch):
-    monkeypatch.setattr(failure, "BLAME_S", 1.5)  # on a busy machine a beat is late by a second
+    monkeypatch.setattr(rank_failure, "BLAME_S", 1.5)  # on a busy machine a beat is late by a second
     with Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1, beat_s=beats):
         found = Blame(tmp_path, 0).wait(RuntimeError("timed out\nsomewhere"))
     if beats == 0.1:

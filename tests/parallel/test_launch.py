@@ -16,7 +16,7 @@ from tilewright.core.env import Ranks, agent_store, meeting_point, of_ranks
 from tilewright.core.errors import ConfigError, DataError, HardwareError
 from tilewright.parallel import launch
 from tilewright.parallel.launch import check_equal, in_turn, launched, on_first, share_gpus, take_gpu
-from tilewright.parallel.liveness.meeting import Meeting
+from tilewright.parallel.liveness.rendezvous import Meeting
 from tilewright.parallel.mesh import REST, MeshSizes
 
 

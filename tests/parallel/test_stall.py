@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.parallel.liveness.failure import Stalls
 from tilewright.parallel.liveness.heartbeat import ENDED, RankRecord
+from tilewright.parallel.liveness.rank_failure import Stalls
 from tilewright.parallel.liveness.repeated_work import Repeat, WorkMeter
 
 LIMIT_S = 10.0

@@ -18,7 +18,7 @@ from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.shard import Sharding, keep_fp32_sums, shard
 from tilewright.precision.convert import convert
-from tilewright.precision.mixed.deferred import attach
+from tilewright.precision.mixed.gradient_queues import attach
 
 pytestmark = pytest.mark.dist
 SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

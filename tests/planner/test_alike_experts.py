@@ -19,7 +19,7 @@ from tilewright.planner.trace.alike_experts import AlikeExperts
 from tilewright.planner.trace.byte_counter import LiveBytes
 from tilewright.planner.trace.fake_model import KERNELS
 from tilewright.planner.trace.layer_trace import Measures
-from tilewright.planner.trace.trace import Tracer
+from tilewright.planner.trace.model_trace import Tracer
 from tilewright.precision.float8.third_party import tile_weights
 from tilewright.precision.float8.weight import ExpertLoop, Float8Weight
 from tilewright.precision.policy.gemm_formats import Gemms

@@ -9,7 +9,7 @@ import torch
 
 from tests.cover import covering
 from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.memory_plan import STEP_PHASES
 from tilewright.memory.tracking.tensor_bytes import owner_bytes
 from tilewright.memory.tracking.tracker import MemoryTracker
@@ -18,7 +18,7 @@ from tilewright.ops.base.code_modules import named_constants
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.param_groups import decay_groups
-from tilewright.planner.advice.changes import to_fit
+from tilewright.planner.advice.recipe_changes import to_fit
 from tilewright.planner.cost.storage_links import unmeasured
 from tilewright.planner.machine.process_bytes import GRAPH_BYTES
 from tilewright.planner.model.layer_classes import ShapeFinder

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.zoo.families import TRAINED, VOCAB
-from tilewright.models.hf.probe import REFUSALS, probe_language_model
+from tilewright.models.hf.probe_packing import REFUSALS, probe_language_model
 from tilewright.planner.trace.fake_model import document_styles, quiet, text_inputs, to_fake
 from tilewright.planner.trace.fake_operations import TraceMode
 

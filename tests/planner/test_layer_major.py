@@ -8,7 +8,7 @@ from tests.planner.test_cost import MACHINE, changes_to_fit, make_batch, plan_of
 from tilewright.core.config.load import load_recipe
 from tilewright.core.memory_plan import OFFLOADS
 from tilewright.memory.layer_major.passes import LayerMajor
-from tilewright.memory.layer_major.replay import Replay
+from tilewright.memory.layer_major.replay_random import Replay
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker

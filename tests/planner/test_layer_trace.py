@@ -19,7 +19,7 @@ from tilewright.planner.model.skeleton import skeleton_of
 from tilewright.planner.trace.byte_counter import MatmulCounter
 from tilewright.planner.trace.fake_model import text_inputs
 from tilewright.planner.trace.layer_trace import MLP_NAME, Measures, _run, _Selected, trace_layers
-from tilewright.planner.trace.trace import Tracer
+from tilewright.planner.trace.model_trace import Tracer
 from tilewright.precision.policy.policy import Policy
 
 pytest.importorskip("transformers")

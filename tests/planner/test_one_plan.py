@@ -20,7 +20,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
 from tilewright.planner.site import Site
-from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.resolve_plan import plan_run
 
 SAME = 1 + 1e-3
 """Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""

@@ -16,19 +16,19 @@ import pytest
 from tests.cover import covering
 from tests.planner.rates import GIB, make_machine, make_plan, make_rates
 from tests.planner.test_cost import HF
-from tilewright.core.config.edit import on_machine
+from tilewright.core.config.change_recipe import on_machine
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.units import parse_bytes
-from tilewright.planner.advice.changes import candidates, cheapest_changes, idle_memory
 from tilewright.planner.advice.describe_plan import no_plan
+from tilewright.planner.advice.recipe_changes import candidates, cheapest_changes, idle_memory
 from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.decide import How, decide, free_planner
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import to_toml
 from tilewright.planner.site import Site
 from tilewright.training.planning.does_not_fit import changes_to_fit, replanned
-from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.resolve_plan import plan_run
 
 SAME = 1 + 1e-3
 """Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.families import FAMILIES, VOCAB
 from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
 from tilewright.planner.advice.energy import flops_per_token, planned_energy

@@ -10,11 +10,11 @@ from tests.planner.shapes import DENSE_42B
 from tests.planner.test_cost import MOE
 from tilewright.core.config.load import Loaded
 from tilewright.core.errors import ConfigError
+from tilewright.core.integer_program import OutOfTime
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
-from tilewright.core.mip import OutOfTime
-from tilewright.planner.advice.changes import cheapest_changes
 from tilewright.planner.advice.describe_plan import timeline, why
-from tilewright.planner.advice.sweep import largest
+from tilewright.planner.advice.plan_sweep import largest
+from tilewright.planner.advice.recipe_changes import cheapest_changes
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links, choices
 from tilewright.planner.cost.layer_cost import layer_cost, layer_operations
 from tilewright.planner.cost.operations import by_part, total_s

@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tests.planner.test_planner import LINKS, deep_recipe, on_h200
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.memory_plan import KIND_OF, LayerMemory, MemoryPlan
 from tilewright.ops.base.compile import rounds_as_eager
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links

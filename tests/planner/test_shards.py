@@ -20,7 +20,7 @@ from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.build import build_model
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.experts.placement import by_rank, usual
-from tilewright.parallel.inside.tensor.cuts import cut_dims
+from tilewright.parallel.inside.tensor.matrix_cuts import cut_dims
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.rank_share import PRICED, UNPRICED, Gathered, Shards
 from tilewright.planner.cost.storage_links import unmeasured

@@ -12,8 +12,8 @@ from tilewright.core.hardware import detect_machine
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import Group
 from tilewright.planner.cost.layer_choices import executors
 from tilewright.planner.decide import decide

@@ -17,11 +17,11 @@ from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine.process_bytes import free_pages
 from tilewright.planner.model.layer_classes import ShapeFinder
 from tilewright.planner.model.skeleton import skeleton_of
-from tilewright.planner.trace import trace
+from tilewright.planner.trace import model_trace
 from tilewright.planner.trace.byte_counter import LiveBytes, flops_of
 from tilewright.planner.trace.fake_model import KERNELS
 from tilewright.planner.trace.layer_trace import Measures
-from tilewright.planner.trace.trace import DOCUMENTS_AS_ROWS, ModelCalls, Tracer, Untraceable, trace_model
+from tilewright.planner.trace.model_trace import DOCUMENTS_AS_ROWS, ModelCalls, Tracer, Untraceable, trace_model
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 
@@ -156,7 +156,7 @@ def test_documents_that_run_as_rows_are_not_known(name, tmp_path):
 
 
 def test_a_step_that_is_too_long_is_not_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "LIMIT", 50)
+    monkeypatch.setattr(model_trace, "LIMIT", 50)
     plan = make_plan(recipe_of(FAMILIES["llama"], tmp_path), VOCAB, MACHINE, make_rates())
     assert plan.state == "not known"
     assert "more than 50 operations" in plan.shape.unknown

@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from tests.models.shapes import make_batch, make_decoder
 from tilewright.core.config.sections.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.precision_controller import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, evaluating
 from tilewright.precision.float8.linear import float8_layers
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tilewright.core.errors import EXIT_DOES_NOT_FIT, ConfigError, FitError
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.groups import LEVELS, GemmSite, units_of
 from tilewright.precision.controller.layer_statistics import GemmStats, LayerStats, QuantStats, TensorStats
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.controller.spikes import SpikeDetector
 from tilewright.precision.controller.thresholds import LIMITS, Threshold, excess, find
 

@@ -11,8 +11,8 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.ranks import on_ranks
 from tilewright.data.batches.microbatches import count_targets
 from tilewright.optim.clip import GradClip
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.precision_controller import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.executor.standard import StandardExecutor

@@ -28,7 +28,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import gemms_of
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import add_lora
-from tilewright.precision.mixed.deferred import attach, detach
+from tilewright.precision.mixed.gradient_queues import attach, detach
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.executor.base import keep_fp32_gradients
 

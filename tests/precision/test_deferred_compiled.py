@@ -12,7 +12,7 @@ from tests.precision.test_deferred import decoder, deferred, plain, twin
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.mixed.deferred import attach
+from tilewright.precision.mixed.gradient_queues import attach
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tilewright.models.build import build_model, init_weights
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.float8.fused import QuantizingNorm, QuantizingSwiGLU
+from tilewright.precision.float8.quantizing_layers import QuantizingNorm, QuantizingSwiGLU
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 
 KERNELS = Kernels.default()

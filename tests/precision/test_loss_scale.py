@@ -12,7 +12,7 @@ from torch import nn
 from tests.draws import examples
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.precision import Mode, PrecisionRule, PrecisionSection
-from tilewright.core.config.unused import without_effect
+from tilewright.core.config.unused_settings import without_effect
 from tilewright.core.errors import NumericsError
 from tilewright.optim.gradients import found_inf
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler, initial_scale

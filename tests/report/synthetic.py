@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core.json_text import to_json
-from tilewright.report.run_data.collect import RunData, collect
+from tilewright.report.run_data.collect_run import RunData, collect
 
 Column = Sequence[Any] | Callable[[int], Any]
 """A value for each step, or a function of the step's number from 1."""

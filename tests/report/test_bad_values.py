@@ -13,7 +13,7 @@ from tests.draws import examples
 from tests.report.synthetic import eval_rows, read, step_rows, write
 from tests.report.test_page import outline
 from tilewright.report.page import render, write_report
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 
 EXTREMES = (math.nan, math.inf, -math.inf, 345_341.0, 1e300, -1e300, 1.7e308, -1.7e308, 5e-324, 0.0, -2.5, 10**300)
 numbers = st.sampled_from(EXTREMES) | st.floats(width=64) | st.integers(-(2**70), 2**70)

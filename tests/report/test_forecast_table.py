@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tests.report.synthetic import PLAN, step_rows, write
 from tilewright.report.page import render, write_report
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.run_data.forecast_table import forecast_view, measured
 
 TOLD = {

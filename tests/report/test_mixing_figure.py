@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tilewright.report.figures.mixing_figure import mixing_figure
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 
 
 def events(number):

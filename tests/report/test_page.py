@@ -15,7 +15,7 @@ from tilewright.core.units import format_bytes, format_perplexity
 from tilewright.report.figures.precision_figures import bits_figure
 from tilewright.report.figures.run_figures import memory_bars_figure, perplexity_figure
 from tilewright.report.page import render, write_report
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.run_data.run_numbers import held_out_losses, settled_norms, total_tokens
 from tilewright.report.summary import MISSING, cards, learned
 from tilewright.report.tables import event_rows, facts, kernel_rows, memory_table, precision_groups, tier_rows

@@ -20,7 +20,7 @@ from tilewright.report.figures.precision_figures import (
     underflow_figure,
 )
 from tilewright.report.page import render
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.svg.heatmap import Bar, heat_map
 
 LAYERS = ["model.layers.0.up", "model.layers.0.down", "model.layers.1.up"]

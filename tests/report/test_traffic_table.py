@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tests.report.synthetic import PLAN, step_rows, write
 from tilewright.report.page import render
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.run_data.traffic_table import traffic_view
 
 SENT = {

@@ -12,7 +12,7 @@ from tests.draws import examples
 from tests.report.synthetic import eval_rows, read, step_rows
 from tests.report.verdict_cases import BAD, CASES, CLEAN, COUNT, GOOD, LOOK, NOT_MEASURED, Case, falling, marked, rise
 from tilewright.report.page import FIGURES, render
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.summary import learned
 from tilewright.report.verdict.judge import RULES, Judgement, judge
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule, VerdictState

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.report.synthetic import PLAN, RECIPE, eval_rows, read, step_rows
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.verdict.rule import VerdictState
 
 GOOD, LOOK, BAD, NOT_MEASURED = VerdictState.GOOD, VerdictState.LOOK, VerdictState.BAD, VerdictState.NOT_MEASURED

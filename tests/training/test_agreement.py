@@ -13,8 +13,8 @@ from tilewright.core.memory_plan import MemoryPlan
 from tilewright.parallel.launch import launched
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step
 from tilewright.training.hooks.rank_agreement import Agreement, planner_on_first
+from tilewright.training.hooks.step_hook import Step
 from tilewright.training.runlog.signals import StopRequest
 
 NUMBERS = st.floats(allow_nan=False)

@@ -19,7 +19,7 @@ from tests.training.tiny import rows, settings, tiny
 from tilewright.compress.gguf.architecture import why_no_shape
 from tilewright.compress.graph.decoder import DecoderGraph, GraphBlock
 from tilewright.compress.graph.trace import graph_of, why_no_graph
-from tilewright.core.config.edit import accepted, with_settings
+from tilewright.core.config.change_recipe import accepted, with_settings
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import (

@@ -16,8 +16,8 @@ from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
 from tilewright.training.checkpoint import checkpoint_store as store_module
 from tilewright.training.checkpoint import write_checkpoint
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors, stored_tensors
-from tilewright.training.checkpoint.meta import read_meta
 
 
 def _tensors(seed: int, size: int = 50) -> dict[str, torch.Tensor]:

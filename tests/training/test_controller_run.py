@@ -10,8 +10,8 @@ import torch
 from tests.training import test_kill
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import ConfigError, FitError
+from tilewright.precision.controller.controller_log import read_history
 from tilewright.precision.controller.layer_statistics import GemmStats, LayerStats, QuantStats
-from tilewright.precision.controller.log import read_history
 from tilewright.precision.controller.monitor import Monitor
 from tilewright.training.assemble import build, set_up
 from tilewright.training.executor.standard import StandardExecutor

@@ -12,7 +12,7 @@ from tests.training.tiny import rows, tiny
 from tilewright.core.json_text import from_json
 from tilewright.planner.machine import ceilings
 from tilewright.planner.site import Site
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.verdict.resources import off_pace
 from tilewright.report.verdict.rule import VerdictState
 from tilewright.training.executor.standard import StandardExecutor

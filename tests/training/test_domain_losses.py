@@ -13,7 +13,7 @@ from tilewright.data.batches.microbatches import sums_by_document, sums_by_row
 from tilewright.data.mixing.domain_sums import DomainSums
 from tilewright.ops.base.documents import STARTS
 from tilewright.planner.machine import ceilings
-from tilewright.training.hooks.base import StepHook
+from tilewright.training.hooks.step_hook import StepHook
 from tilewright.training.session import train
 
 SMALL = {"precision__mode": "fp32", "train__log_interval": 1, "train__eval_interval": 0, "train__sample_tokens": 0}

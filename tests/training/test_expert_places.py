@@ -23,7 +23,7 @@ from tilewright.parallel.inside.experts.placement import balanced, by_rank, full
 from tilewright.parallel.inside.experts.rank_experts import check_order
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks import expert_hook
-from tilewright.training.hooks.base import AfterStep
+from tilewright.training.hooks.step_hook import AfterStep
 from tilewright.training.planning import pace
 from tilewright.training.session import train
 

@@ -11,7 +11,7 @@ from tests.data.remote.servers import serve
 from tests.ranks import on_ranks
 from tests.training.tiny import rows, tiny
 from tilewright.planner.machine import ceilings
-from tilewright.training.hooks.base import AfterStep
+from tilewright.training.hooks.step_hook import AfterStep
 from tilewright.training.session import train
 
 MORE = {

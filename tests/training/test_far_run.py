@@ -6,7 +6,7 @@ import pytest
 from tests.data.remote.conftest import publish
 from tests.data.remote.servers import PacedFileSystem, serve
 from tests.training.tiny import assert_same_run, rows, tiny
-from tilewright.training.hooks.base import AfterStep
+from tilewright.training.hooks.step_hook import AfterStep
 from tilewright.training.session import train
 
 

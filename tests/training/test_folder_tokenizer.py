@@ -20,7 +20,7 @@ from tilewright.data.prepare import prepare
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.training.components.dataset import prepare_data
+from tilewright.training.components.recipe_data import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = {"model__weights": "load"}

@@ -9,7 +9,7 @@ from tests.training.test_pipeline_run import runs
 from tests.training.tiny import rows
 from tilewright.planner import site
 from tilewright.planner.cost.rank_traffic import RankSpeed
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.run_data.forecast_table import forecast_view, measured
 
 pytestmark = pytest.mark.dist

@@ -18,8 +18,8 @@ from tilewright.core.errors import ConfigError, FitError
 from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.teacher import Teacher
-from tilewright.training.hooks.base import AfterStep, StepHook, by_name, calls
 from tilewright.training.hooks.precision_hook import PrecisionHook
+from tilewright.training.hooks.step_hook import AfterStep, StepHook, by_name, calls
 from tilewright.training.session import train
 
 QUIET = {"train__eval_interval": 0, "train__sample_tokens": 0, "log__report": "false"}

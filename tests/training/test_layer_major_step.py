@@ -8,7 +8,7 @@ import torch
 
 from tests.models.shapes import KERNELS, make_batch, make_decoder
 from tilewright.core.errors import NumericsError
-from tilewright.memory.layer_major.replay import Replay
+from tilewright.memory.layer_major.replay_random import Replay
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.models.layerwise.layer_view import find_layer_groups

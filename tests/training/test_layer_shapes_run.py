@@ -9,7 +9,7 @@ from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.planner.machine import ceilings
-from tilewright.training.hooks.base import AfterStep
+from tilewright.training.hooks.step_hook import AfterStep
 from tilewright.training.session import train
 
 LAYERS = (

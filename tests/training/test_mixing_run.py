@@ -13,7 +13,7 @@ from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import ConfigError
 from tilewright.planner.machine import ceilings
 from tilewright.training.components.run_samples import samples_of_step
-from tilewright.training.hooks.base import StepHook
+from tilewright.training.hooks.step_hook import StepHook
 from tilewright.training.session import train
 
 SMALL = {

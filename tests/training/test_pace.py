@@ -14,7 +14,7 @@ from tilewright.planner.machine import ceilings
 from tilewright.planner.machine.microbench import WAITED
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.hooks.base import Step
+from tilewright.training.hooks.step_hook import Step
 from tilewright.training.planning.minutes import LONG_S, long_run
 from tilewright.training.planning.off_plan import OFF, off_plan
 from tilewright.training.planning.pace import COUNTED, WORTH_S, Pace, PlannedSeconds, StepSeconds, hold_against_plan

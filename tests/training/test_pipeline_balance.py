@@ -8,8 +8,8 @@ import pytest
 from tests.ranks import on_ranks
 from tests.training.test_document_run import INTERLEAVED, PIPED, RUN, STOP, ZBV, runs, short  # noqa: F401
 from tests.training.tiny import rows
-from tilewright.parallel.pipeline.balance.measured import FILE, MeasuredStep
-from tilewright.training.checkpoint.meta import read_meta
+from tilewright.parallel.pipeline.balance.measured_step import FILE, MeasuredStep
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 """By default `doctor --parallel` compares balanced documents with one process, and `test_pipeline_places` and

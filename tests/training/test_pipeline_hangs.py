@@ -9,13 +9,13 @@ import torch
 from tests.parallel.pipeline.ragged import decoder, micro_batches
 from tests.planner.simulate.here import tables_here
 from tilewright.core.config.sections.distill import DistillSection
-from tilewright.parallel.liveness.failure import Stalls
 from tilewright.parallel.liveness.heartbeat import Heartbeat, records
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.liveness.rank_failure import Stalls
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import Group, World
 from tilewright.training.components.teacher import Teacher
-from tilewright.training.hooks.base import Step
+from tilewright.training.hooks.step_hook import Step
 
 LIMIT_S, COUNT = 10.0, 6
 PIPELINES = (

@@ -9,10 +9,10 @@ import pytest
 
 from tests.ranks import on_ranks
 from tests.training.test_pipeline_run import HALF, RUN, runs
-from tilewright.parallel.pipeline.balance.measured import FILE, MeasuredStep
+from tilewright.parallel.pipeline.balance.measured_step import FILE, MeasuredStep
 from tilewright.parallel.pipeline.balance.replay import CAUSES
 from tilewright.report.page import write_report
-from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 
 pytestmark = pytest.mark.dist
 CASES = {

@@ -11,8 +11,8 @@ from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.test_document_run import PIPED, RUN, short  # noqa: F401
 from tests.training.tiny import rows, tiny
-from tilewright.parallel.pipeline.balance.measured import FILE, MeasuredStep
-from tilewright.parallel.pipeline.balance.passes import PassClock
+from tilewright.parallel.pipeline.balance.measured_step import FILE, MeasuredStep
+from tilewright.parallel.pipeline.balance.pass_times import PassClock
 from tilewright.planner.machine import ceilings
 from tilewright.training.hooks.pipeline_hook import LEAST, PipelineHook, size_of
 from tilewright.training.session import train

@@ -11,7 +11,7 @@ from tests.ranks import on_ranks
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.planner.machine import ceilings
-from tilewright.training.hooks.base import StepHook
+from tilewright.training.hooks.step_hook import StepHook
 from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist

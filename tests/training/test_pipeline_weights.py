@@ -13,7 +13,7 @@ from tests.training.tiny import tiny
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine import ceilings
 from tilewright.precision.float8.linear import float8_layers
-from tilewright.training.hooks.base import StepHook
+from tilewright.training.hooks.step_hook import StepHook
 from tilewright.training.session import train
 
 pytestmark = pytest.mark.dist

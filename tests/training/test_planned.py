@@ -8,7 +8,7 @@ from tests.contracts.observe import fixed_ceilings
 from tests.planner.rates import make_plan
 from tests.training.test_regroup_run import failing_at
 from tests.training.tiny import assert_same_run, rows, settings
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.hardware import detect_machine
@@ -18,7 +18,7 @@ from tilewright.planner.decide import stages
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan_file import read_plan, to_toml
 from tilewright.planner.site import Site
-from tilewright.training.planning.resolve import plan_run, replanner_of
+from tilewright.training.planning.resolve_plan import plan_run, replanner_of
 from tilewright.training.run import Run
 from tilewright.training.runlog.signals import StopRequest
 from tilewright.training.session import train

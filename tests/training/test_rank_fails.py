@@ -13,8 +13,8 @@ from tilewright.core.errors import TilewrightError
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.parallel.liveness.failure import RankFailedError
 from tilewright.parallel.liveness.heartbeat import records
+from tilewright.parallel.liveness.rank_failure import RankFailedError
 from tilewright.planner.machine import ceilings
 from tilewright.training.session import train
 

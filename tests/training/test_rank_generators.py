@@ -9,7 +9,7 @@ import torch
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import Group, World
 from tilewright.precision.snapshot import host_states
-from tilewright.training.checkpoint.generators import (
+from tilewright.training.checkpoint.random_generators import (
     draw_apart,
     generator_tensors,
     seed_all,

@@ -18,7 +18,7 @@ from tilewright.data.batches.stream import Stream
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.liveness import heartbeat
 from tilewright.parallel.liveness.heartbeat import records
-from tilewright.parallel.pipeline.staged import ModelStage
+from tilewright.parallel.pipeline.stage_base import ModelStage
 from tilewright.planner.machine import ceilings
 from tilewright.training import assemble, run, session
 from tilewright.training.checkpoint import write_checkpoint

@@ -18,7 +18,7 @@ from tilewright.data.batches.microbatches import row_length
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.step_transaction import PartialUpdateError, partial_update, run_with_retries
 from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
-from tilewright.training.hooks.base import Step
+from tilewright.training.hooks.step_hook import Step
 from tilewright.training.planning.describe_memory_plan import tighter, words
 
 LAYERS = 4

@@ -13,7 +13,7 @@ from tests.ranks import on_ranks
 from tests.training.test_pipeline_run import RUN
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.planner.machine import ceilings
-from tilewright.training.hooks.base import AfterStep, StepHook
+from tilewright.training.hooks.step_hook import AfterStep, StepHook
 from tilewright.training.planning import pace
 from tilewright.training.session import train
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from tilewright.training.runlog.sample import _continuation
+from tilewright.training.runlog.sample_texts import _continuation
 
 WORDS = ["▁the", "▁cat", "▁sat", "s", "▁"]
 BYTES = [f"<0x{byte:02X}>" for byte in "é🦊".encode()]

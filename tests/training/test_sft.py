@@ -14,7 +14,7 @@ from tilewright.data.chat.trained_tokens import samples
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import render
 from tilewright.report.run_data.before_after import changes as changes_of
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.training.assemble import build, set_up
 from tilewright.training.session import train
 

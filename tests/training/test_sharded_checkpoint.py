@@ -6,8 +6,8 @@ import pytest
 from tests.ranks import on_ranks
 from tests.training.sharded import joined, loaded, saved, sharded_state
 from tilewright.core.errors import CheckpointError
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, stored_tensors
-from tilewright.training.checkpoint.meta import read_meta
 
 pytestmark = pytest.mark.dist
 

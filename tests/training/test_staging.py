@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.errors import HardwareError
-from tilewright.memory.offload import pinned
+from tilewright.memory.offload import pinned_memory
 from tilewright.training.checkpoint import write_checkpoint
 from tilewright.training.checkpoint.write_checkpoint import Staging
 
@@ -53,7 +53,7 @@ def gpu(refuses=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "cudart", Runtime)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
-        patch.setattr(pinned, "_forget_error", lambda device: None)
+        patch.setattr(pinned_memory, "_forget_error", lambda device: None)
         patch.setattr(write_checkpoint, "local", lambda tensor: tensor.as_subclass(OnGpu))
         yield registered
 
@@ -107,5 +107,5 @@ def test_a_failed_registration_leaves_no_error_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(HardwareError, match="error 712"):
-        pinned.pinned_empty(10, torch.device("cuda"))
+        pinned_memory.pinned_empty(10, torch.device("cuda"))
     assert not pending

@@ -18,7 +18,7 @@ from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.trained_tokens import samples
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import render
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.training.session import train
 
 transformers = pytest.importorskip("transformers")

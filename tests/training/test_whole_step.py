@@ -14,14 +14,14 @@ from tests.training.out_of_memory import Allocator
 from tests.training.test_layer_major_step import Dropped, steps
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.layer_major.rollback import RollbackBuffer
-from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.byte_tables import is_out_of_memory
 from tilewright.models.layerwise.layer_view import find_layer_groups
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.precision_controller import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler

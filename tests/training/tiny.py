@@ -7,8 +7,8 @@ import torch
 
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.data.common.tokenizer import train_tokenizer
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors, stored_tensors
-from tilewright.training.checkpoint.meta import read_meta
 
 WORDS = "tile scale block layer token matrix sum row column loss step norm weight bias".split()  # noqa: SIM905
 

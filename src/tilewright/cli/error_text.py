@@ -32,7 +32,7 @@ def print_once(error: TilewrightError) -> None:
     ranks = env.ranks()
     if ranks.world > 1:
         from tilewright.parallel.liveness.ending import prints  # torch, so only where there are ranks
-        from tilewright.parallel.liveness.failure import RankFailedError, speaks_for_others
+        from tilewright.parallel.liveness.rank_failure import RankFailedError, speaks_for_others
 
         if isinstance(error, RankFailedError):  # torchrun starts again when the last one has ended: no process waits
             if not speaks_for_others(ranks.rank, error.failed):

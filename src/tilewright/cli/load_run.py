@@ -22,13 +22,13 @@ from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import declared_stops, folder_tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, kind_of
-from tilewright.models.folder.resolve import find_model, is_hub_name, local_folder
+from tilewright.models.folder.find_model import find_model, is_hub_name, local_folder
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
 from tilewright.precision.policy.policy import Policy, in_fp32
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_state import load_newest
-from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.components.model import build_adapted
 from tilewright.training.components.tokenizer_files import surrounding
 

@@ -27,14 +27,14 @@ from tilewright.models.base.protocols import Model
 from tilewright.models.build import check_vocab, decoder_shapes, kind_of, materialize
 from tilewright.models.decoder.hf_config import read_config
 from tilewright.models.decoder.hf_weights import load_weights
+from tilewright.models.folder.find_model import find_model, is_hub_name, local_folder, split_name
 from tilewright.models.folder.json_file import read_json
-from tilewright.models.folder.resolve import find_model, is_hub_name, local_folder, split_name
 from tilewright.models.folder.safetensors import scan_folder
 from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.lora.peft_io import CONFIG as ADAPTER
 from tilewright.precision.lora.peft_io import load_adapter
-from tilewright.precision.mixed import rows
+from tilewright.precision.mixed import few_row_layers
 from tilewright.training.components.tokenizer_files import template_folder
 
 Dtype = Literal["auto", "bf16", "fp32"]
@@ -86,7 +86,7 @@ def open_model(
         DataError: a tokenizer or a template that cannot be read.
     """
     opened = _opened(name, device, dtype, chat_template, threads)
-    rows.attach(opened.model, detect_machine(device))  # type: ignore[arg-type]
+    few_row_layers.attach(opened.model, detect_machine(device))  # type: ignore[arg-type]
     return opened
 
 

@@ -20,7 +20,7 @@ from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
 from tilewright.data.chat.chat_rows import PREFERENCES
 from tilewright.data.chat.load import chosen_template, template_source
-from tilewright.data.chat.pack import pack_chat
+from tilewright.data.chat.pack_conversations import pack_chat
 from tilewright.data.common.cache_entries import cached
 from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
@@ -31,13 +31,13 @@ from tilewright.data.dataset.open_built import INSTALLED, built_at, built_tokens
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.data.dataset.prepared_images import PreparedImages, open_built_images, prepare_images
 from tilewright.data.dataset.prepared_text import PreparedData, need_mask
-from tilewright.data.dataset.remote.open_far import addresses_of, check_text, open_far
+from tilewright.data.dataset.remote.open_remote import addresses_of, check_text, open_far
 from tilewright.data.dataset.remote.prepared_shards import Streaming
-from tilewright.data.engine.shipped.installed import build_entry, build_key, installed_build
-from tilewright.data.sources.installed import InstalledText, list_installed
+from tilewright.data.engine.shipped.build_installed import build_entry, build_key, installed_build
+from tilewright.data.sources.installed_text import InstalledText, list_installed
 from tilewright.data.sources.path_purpose import wanted, wanted_validation
 from tilewright.data.sources.user_files import several_sources, user_source
-from tilewright.data.stages.dataset import TOKENS
+from tilewright.data.stages.merge_shards import TOKENS
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
 _STREAMING = Streaming()

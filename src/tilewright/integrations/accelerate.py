@@ -15,7 +15,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.optim.gradients import found_inf, gradient_values
 from tilewright.precision.convert import convert
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.precision.mixed.copies import storage_refused
+from tilewright.precision.mixed.wrapper_errors import storage_refused
 from tilewright.precision.policy.policy import Policy, as_policy
 from tilewright.precision.policy.precision_report import ConversionReport
 from tilewright.precision.snapshot import ModuleSnapshot

@@ -17,8 +17,8 @@ from tilewright.core.errors import ConfigError
 from tilewright.integrations.accelerate import AcceleratorScaler, convert_for
 from tilewright.integrations.transformers_control import ControllerCallback
 from tilewright.optim.adam import DeepSeekAdam
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.precision_controller import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy, as_policy

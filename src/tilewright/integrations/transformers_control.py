@@ -15,9 +15,9 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from transformers.training_args import TrainingArguments
 
 from tilewright.core.json_text import to_json
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.layer_statistics import QuantStats
 from tilewright.precision.controller.precision_controller import PrecisionController, grad_norm
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.controller.thresholds import Threshold
 from tilewright.precision.snapshot import ModuleSnapshot
 

@@ -25,8 +25,8 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_config import read_config, to_hf_config
 from tilewright.models.decoder.hf_weights import decoder_weights, load_weights
 from tilewright.models.decoder.init import decoder_values, init_decoder
+from tilewright.models.folder.find_model import local_folder
 from tilewright.models.folder.json_file import read_json
-from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.load import hf_shapes, init_hf, load_hf, whole_architecture
 from tilewright.models.hf.model import HFModel, Task
 from tilewright.models.hf.row_lengths import position_limit

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.core.config.edit import loss_chunk_bytes as default_loss_chunk
+from tilewright.core.config.change_recipe import loss_chunk_bytes as default_loss_chunk
 from tilewright.core.config.recipe import MemorySection, OpsSection
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.byte_tables import is_out_of_memory
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.ops.base.tensor_parts import TensorPart, part_of, rows_of, sharded_like
 from tilewright.parallel.inside.experts.rank_experts import expert_meshes
-from tilewright.parallel.pipeline.staged import ModelStage
+from tilewright.parallel.pipeline.stage_base import ModelStage
 from tilewright.parallel.shard import Sharding, ready, shard, share_parts
 
 ROWS_BYTES = 16 * 2**20

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.agree import OnAllRanksError, oom_on_all, reduced_on
 from tilewright.parallel.communicate.communicator import AsyncCommunicator, Handle
-from tilewright.parallel.inside.experts.copies import sum_of_copies
+from tilewright.parallel.inside.experts.redundant_experts import sum_of_copies
 from tilewright.parallel.inside.tensor.sequence_slices import sum_of_slices
 from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
 

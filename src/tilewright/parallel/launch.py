@@ -22,7 +22,7 @@ from tilewright.core import env
 from tilewright.core.env import Ranks
 from tilewright.core.errors import HardwareError, TilewrightError
 from tilewright.parallel.agree import from_first, gather
-from tilewright.parallel.liveness.meeting import Meeting, meet, raise_where_unequal
+from tilewright.parallel.liveness.rendezvous import Meeting, meet, raise_where_unequal
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World, join
 

@@ -21,14 +21,14 @@ from tilewright.models.base.protocols import InitialValues, Model, TrainableMode
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.fill_shards import fill_from_meta, shard_all, shard_from_meta
-from tilewright.parallel.inside.experts.copies import held_before
 from tilewright.parallel.inside.experts.rank_experts import has_experts, hold_experts
-from tilewright.parallel.inside.tensor.compiled import compile_cut
+from tilewright.parallel.inside.experts.redundant_experts import held_before
+from tilewright.parallel.inside.tensor.compile_layers import compile_cut
 from tilewright.parallel.inside.tensor.cut_decoder import check_tensors, cut_tensors
 from tilewright.parallel.pipeline.hf_stages import StagedHF
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.staged import ModelStage, Staged
-from tilewright.parallel.pipeline.stages import StagedDecoder, hold_stages
+from tilewright.parallel.pipeline.rank_stages import StagedDecoder, hold_stages
+from tilewright.parallel.pipeline.stage_base import ModelStage, Staged
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import Group, World
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.inside.experts.rank_experts import expert_meshes
 from tilewright.precision.assign.conversion_plan import decide_all
-from tilewright.precision.assign.gathered import AsRead, param_groups, settle
+from tilewright.precision.assign.gather_dtype import AsRead, param_groups, settle
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -115,7 +115,7 @@ def ready(model: nn.Module) -> None:
     """Finish sharding a model that was on the meta device, once its parts have memory: the last step of `shard`.
 
     Gradients of 16-bit parameters are FP32, whole and in parts. FP32 ones of a converted model are gathered as they are
-    read (`precision.assign.gathered`).
+    read (`precision.assign.gather_dtype`).
     """
     low = any(param.dtype in LOW_DTYPES for param in model.parameters())
     report = getattr(model, "precision_report", None)
@@ -157,7 +157,7 @@ def keep_fp32_sums(model: nn.Module) -> None:
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """The groups of a sharded model, the model first; none of one that is not sharded. Of a model in stages each stage
-    is a first one (`pipeline.stages`)."""
+    is a first one (`pipeline.rank_stages`)."""
     roots = [*getattr(model, "stages", ()), *model.modules()]
     return (module for module in roots if isinstance(module, FSDPModule))
 

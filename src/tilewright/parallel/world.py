@@ -26,13 +26,13 @@ from tilewright.core.config.sections.parallel import EXPERT_SHARDS
 from tilewright.core.env import Ranks
 from tilewright.parallel.communicate.traffic import AxisTraffic, TrafficCounter
 from tilewright.parallel.liveness.heartbeat import Heartbeat
-from tilewright.parallel.liveness.meeting import Meeting
+from tilewright.parallel.liveness.rendezvous import Meeting
 from tilewright.parallel.mesh import AXES, DATA_AXES, MODEL_AXES, MeshSizes
 
 PATIENCE = timedelta(days=7)
 """How long ranks wait for work of unknown length that one of them does, such as preparing data. Who does not go on with
-it is seen in its record (`liveness.failure`). Below the 25 days that 32 bits of milliseconds hold, should a backend
-count in them."""
+it is seen in its record (`liveness.rank_failure`). Below the 25 days that 32 bits of milliseconds hold, should a
+backend count in them."""
 
 
 @dataclass(frozen=True)

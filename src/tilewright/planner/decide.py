@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tilewright.core.config.edit import accepted, on_machine, value_of
+from tilewright.core.config.change_recipe import accepted, on_machine, value_of
 from tilewright.core.config.executors import capabilities_of
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tilewright.core.config.change_recipe import CPU_LOSS_CHUNK, changed
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.edit import CPU_LOSS_CHUNK, changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.core.integer_program import OutOfTime
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
-from tilewright.core.mip import OutOfTime
 from tilewright.planner.cost.layer_choices import NOTHING_FIXED, GlobalConfig, choices, settings_of
 from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_operations
 from tilewright.planner.cost.mode_speed import slow_mode_notes

@@ -6,7 +6,7 @@ change is what layers keep (keep, selective, recompute), where that changes no b
 
 from dataclasses import replace
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.planner.cost.layer_choices import GlobalConfig

@@ -31,16 +31,16 @@ from tilewright.precision.assign.conversion_plan import (
     decide_all,
     fp32_functions,
 )
-from tilewright.precision.assign.gathered import settle
+from tilewright.precision.assign.gather_dtype import settle
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
 from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.share_inputs import group_experts, share_inputs
 from tilewright.precision.float8.third_party import give_over, tile_weights
-from tilewright.precision.float8.wiring import group_experts, share_inputs
 from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS, IntegerTrainedEmbedding, IntegerTrainedLinear
 from tilewright.precision.mixed.autocast import region_of
 from tilewright.precision.mixed.cast_layers import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
-from tilewright.precision.mixed.copies import WIDE_GRADIENTS, has_wide_gradients, refuse_wrappers
 from tilewright.precision.mixed.derived import parametrizations
+from tilewright.precision.mixed.wrapper_errors import WIDE_GRADIENTS, has_wide_gradients, refuse_wrappers
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
 from tilewright.precision.policy.precision_report import ConversionReport, Table

@@ -17,7 +17,7 @@ from tilewright.report.figures.mixing_figure import mixing_figure
 from tilewright.report.figures.pipeline_figure import pipeline_view
 from tilewright.report.figures.precision_figures import bits_figure
 from tilewright.report.run_data import before_after, rank_rows, replan_table
-from tilewright.report.run_data.collect import RunData, collect
+from tilewright.report.run_data.collect_run import RunData, collect
 from tilewright.report.run_data.energy_table import energy_view
 from tilewright.report.run_data.exports_table import Exports
 from tilewright.report.run_data.forecast_table import COLUMNS as FORECAST_COLUMNS

@@ -15,7 +15,7 @@ from tilewright.core.units import (
     format_seconds,
     format_share,
 )
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.energy_table import energy_card
 from tilewright.report.run_data.run_numbers import (
     LossSpan,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.report.figures.run_figures import OWNERS
-from tilewright.report.run_data.collect import Row, RunData
+from tilewright.report.run_data.collect_run import Row, RunData
 from tilewright.report.svg.axes import format_number
 
 

@@ -36,7 +36,7 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.launch import check_equal, in_turn, on_first
 from tilewright.parallel.parallelize import compile_layers, counted_elsewhere, parallelize
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.shard import WholeBytes, is_sharded
 from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
@@ -52,24 +52,24 @@ from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.precision_report import ConversionReport
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.checkpoint_state import TrainState
-from tilewright.training.checkpoint.generators import draw_apart, seed_all
-from tilewright.training.components.dataset import held_out, in_parts, other_data, other_text, prepare_data
+from tilewright.training.checkpoint.random_generators import draw_apart, seed_all
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lifecycle import add_in_fp32, num_parameters
 from tilewright.training.components.model import build_trained, fill_whole, first_values, is_vacant, pinned
 from tilewright.training.components.optimizer import make_optimizer, rounding_numbers
+from tilewright.training.components.recipe_data import held_out, in_parts, other_data, other_text, prepare_data
 from tilewright.training.components.run_samples import stream_of
 from tilewright.training.components.teacher import open_teacher
 from tilewright.training.executor.activation_policy import checkpoint_layers, cut_layers
 from tilewright.training.executor.base import Executor, ExecutorInputs, ExecutorKind
 from tilewright.training.executor.evaluate import HeldOut
 from tilewright.training.executor.executor_kinds import executor_of
-from tilewright.training.hooks.base import AfterStep, StepHook, by_name
 from tilewright.training.hooks.pipeline_setup import rank_hooks
 from tilewright.training.hooks.precision_hook import PrecisionModes, precision_hook
+from tilewright.training.hooks.step_hook import AfterStep, StepHook, by_name
 from tilewright.training.planning.minutes import Length, lasting
 from tilewright.training.planning.oom_report import explained
-from tilewright.training.planning.resolve import plan_run, replanner_of
+from tilewright.training.planning.resolve_plan import plan_run, replanner_of
 from tilewright.training.runlog.record_files import Counters
 
 H = TypeVar("H", bound=StepHook)

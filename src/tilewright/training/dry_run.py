@@ -18,7 +18,7 @@ from tilewright.training.assemble import HookFactory, build, set_up
 from tilewright.training.components.reference_logprobs import attach_reference
 from tilewright.training.components.run_samples import longest_document
 from tilewright.training.executor.base import ExecutorKind
-from tilewright.training.hooks.base import Step
+from tilewright.training.hooks.step_hook import Step
 from tilewright.training.planning.minutes import LONG, Length, is_open
 from tilewright.training.planning.rank_watch import watched
 from tilewright.training.runlog.record_files import RunLog

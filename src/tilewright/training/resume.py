@@ -16,8 +16,8 @@ from tilewright.parallel.launch import on_first
 from tilewright.parallel.liveness.heartbeat import RankRecord
 from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, Rejection
-from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder, move_away
 from tilewright.training.runlog.signals import SettingChange, recipe_changes

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.core.errors import FitError, NumericsError
 from tilewright.data.batches.microbatches import row_length
-from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.byte_tables import is_out_of_memory
 from tilewright.parallel.agree import OnAllRanksError, any_of
 from tilewright.parallel.launch import on_first
 from tilewright.precision.float8 import audit_table
@@ -21,9 +21,9 @@ from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.checkpoint_state import TrainState
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, SaveRecord
 from tilewright.training.components import lifecycle
-from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.lifecycle import RunResult, check_files
+from tilewright.training.components.recipe_data import data_events, evaluation_line
 from tilewright.training.components.run_samples import longest_document, step_line
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, evaluate_texts
@@ -34,14 +34,14 @@ from tilewright.training.executor.step_transaction import (
     run_with_retries,
 )
 from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
-from tilewright.training.hooks.base import Step, StepHook, by_name, calls, restart_if_asked
 from tilewright.training.hooks.rank_agreement import Agreement
 from tilewright.training.hooks.replan_setup import cheapest_fixes
+from tilewright.training.hooks.step_hook import Step, StepHook, by_name, calls, restart_if_asked
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.pace import told_before
 from tilewright.training.runlog.recorder import OVERDUE_S, MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
-from tilewright.training.runlog.sample import run_samples
+from tilewright.training.runlog.sample_texts import run_samples
 from tilewright.training.runlog.signals import StopRequest
 
 

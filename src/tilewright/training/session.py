@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import Pulse, say
 from tilewright.data.batches.state.move_log import FILE as MIXTURE
@@ -29,19 +29,19 @@ from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, HookFactory, RunContext, build, set_up
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
-from tilewright.training.components.far_hook import FarHook
 from tilewright.training.components.lifecycle import switches
 from tilewright.training.components.model import pinned
 from tilewright.training.components.reference_logprobs import attach_reference
+from tilewright.training.components.remote_data_hook import FarHook
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.base import ExecutorKind
 from tilewright.training.executor.executor_kinds import check_executor, executor_of
 from tilewright.training.executor.step_transaction import MAX_BAD_STEPS, UnrecoverableStepError
-from tilewright.training.hooks.base import RestartError
 from tilewright.training.hooks.energy_hook import RunEnergy, open_energy
 from tilewright.training.hooks.mixing_setup import mixing_hooks
 from tilewright.training.hooks.pipeline_setup import domain_hooks
 from tilewright.training.hooks.replan_setup import replanner_for
+from tilewright.training.hooks.step_hook import RestartError
 from tilewright.training.planning.forecast import forecast_of
 from tilewright.training.planning.minutes import (
     LONG,
@@ -54,8 +54,8 @@ from tilewright.training.planning.minutes import (
 )
 from tilewright.training.planning.pace import pace_of
 from tilewright.training.planning.rank_watch import LoneWatch, check_world, facts_of, settings_of, watch_of
-from tilewright.training.planning.resolve import load_run_plan, write_plan
-from tilewright.training.planning.trial import time_steps
+from tilewright.training.planning.resolve_plan import load_run_plan, write_plan
+from tilewright.training.planning.trial_steps import time_steps
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.record_files import RunLog

@@ -18,7 +18,7 @@ from tilewright.compress.budget.held_out_rise import row_losses_of
 from tilewright.compress.export.targets import find_targets
 from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prune.prune import prune
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, NumericsError
 from tilewright.models.decoder.hf_config import read_config

@@ -17,7 +17,7 @@ from tilewright.compress.budget.compress_run import Compression
 from tilewright.compress.budget.compress_settings import CompressSettings
 from tilewright.compress.budget.stage_runs import run_stage, stage_recipe, write_model
 from tilewright.compress.exports_file import read_exports, write_exports
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import CheckpointError, ConfigError, FitError
 from tilewright.training.session import train

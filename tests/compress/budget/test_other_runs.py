@@ -14,8 +14,8 @@ from tilewright.compress.budget.compress_run import Compression
 from tilewright.compress.budget.compress_settings import CompressSettings
 from tilewright.compress.budget.held_out_rise import row_losses_of
 from tilewright.compress.budget.stage_runs import run_stage, stage_recipe, write_model
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.edit import changed
 from tilewright.core.config.sections.precision import PrecisionRule
 from tilewright.core.errors import CheckpointError
 from tilewright.report.pages.compress_page import render_compression

@@ -13,7 +13,7 @@ from tilewright.compress.budget.compress_settings import CompressSettings
 from tilewright.compress.budget.cut_candidates import CutPlan, by_halves
 from tilewright.compress.budget.sensitivity import CutCost
 from tilewright.compress.budget.stage_seconds import StepPace, pace_of, predicted_seconds
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import DataError
 from tilewright.core.hardware import detect_machine

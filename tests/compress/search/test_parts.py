@@ -7,7 +7,7 @@ import torch
 
 from tests.models.shapes import MIXED, SHAPES, make_batch, make_decoder
 from tilewright.compress.budget.held_out_rise import row_losses_of
-from tilewright.compress.search.library.assemble import assembled, config_with
+from tilewright.compress.search.library.assemble_decoder import assembled, config_with
 from tilewright.compress.search.library.layer_parts import own_part, places, run_part
 from tilewright.compress.search.library.replacement_choices import NONE, choices_at, why_whole
 from tilewright.compress.search.library.replacement_scores import score_choices

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.engine.build_dataset import build_dataset
 from tilewright.data.engine.build_settings import DataBuild
 from tilewright.data.engine.executors.build_executor import UnitExecutor
-from tilewright.data.engine.executors.local_processes import LocalExecutor
-from tilewright.data.engine.executors.rank import RankExecutor
-from tilewright.data.engine.run import build_dataset
+from tilewright.data.engine.executors.local_executor import LocalExecutor
+from tilewright.data.engine.executors.rank_executor import RankExecutor
 
 PARTS = ("records", "rejects", "tokens")
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]

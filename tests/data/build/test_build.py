@@ -13,7 +13,7 @@ from tests.data.build.corpora import build, build_as_ranks, digest, prose, setti
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.engine.build_settings import load_data_toml
-from tilewright.data.engine.executors.local_processes import LocalExecutor
+from tilewright.data.engine.executors.local_executor import LocalExecutor
 from tilewright.data.engine.unit_folders import Units
 
 RULES = {"rules": {"min_words": 20}}

@@ -26,7 +26,7 @@ from tilewright.data.engine.build_settings import DataBuild, load_data_toml
 from tilewright.data.engine.record_tables import record_of, rows
 from tilewright.data.engine.unit_folders import fingerprint_of
 from tilewright.data.prepare import prepare
-from tilewright.data.stages.plan import STAGES
+from tilewright.data.stages.all_stages import STAGES
 
 WORDS = [
     "river",

@@ -17,8 +17,8 @@ from tilewright.core.atomic_io import hash_file
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_settings import DataBuild
 from tilewright.data.engine.unit_folders import RECEIPT, TOLD
-from tilewright.data.stages.chat.render import RENDER, TEMPLATE
-from tilewright.data.stages.plan import STAGES
+from tilewright.data.stages.all_stages import STAGES
+from tilewright.data.stages.chat.render_conversations import RENDER, TEMPLATE
 
 ENCODINGS = ("utf-8", "latin-1", "utf-16", "utf-16-be", "cp1252")
 SHARD_BYTES = 1 << 16

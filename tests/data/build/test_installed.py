@@ -19,8 +19,8 @@ from tilewright.core import env
 from tilewright.data.dataset.open_built import read_dataset
 from tilewright.data.engine.build_files import list_inputs
 from tilewright.data.engine.build_settings import SplitSection, load_data_toml
-from tilewright.data.engine.shipped.installed import installed_build
-from tilewright.data.engine.stage import BuildStage
+from tilewright.data.engine.build_stage import BuildStage
+from tilewright.data.engine.shipped.build_installed import installed_build
 from tilewright.data.prepare import prepare
 from tilewright.data.stages.split.split_stage import within
 
@@ -87,7 +87,7 @@ def test_a_sample_leads_to_its_file(prepared):
 
 def test_other_rows_of_the_same_text_build_nothing(prepared, cache, monkeypatch):
     """Nor is it asked what each of the installed files would give."""
-    monkeypatch.setattr("tilewright.data.sources.installed._parts_of", None)
+    monkeypatch.setattr("tilewright.data.sources.installed_text._parts_of", None)
     before = entry(cache).stat().st_mtime_ns
     assert prepare("installed", cache_dir=str(cache), **OPTIONS | {"seq_len": 32}).seq_len == 32
     assert entry(cache).stat().st_mtime_ns == before

@@ -20,11 +20,11 @@ from tests.data.build.corpora import build, digest, settings, write_corpus
 from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.data.engine.build_context import Context
-from tilewright.data.engine.executors.local_processes import LocalExecutor
+from tilewright.data.engine.executors.local_executor import LocalExecutor
 from tilewright.data.engine.record_tables import rows
 from tilewright.data.engine.unit_folders import RECEIPT
-from tilewright.data.stages.plan import stage_named
-from tilewright.data.stages.read import READ
+from tilewright.data.stages.all_stages import stage_named
+from tilewright.data.stages.read_records import READ
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,8 +13,8 @@ from tests.data.build.corpora import build, prose, settings
 from tests.data.build.scores.texts import all_three, story, write_scored_corpus
 from tilewright.core import env
 from tilewright.core.errors import HardwareError
-from tilewright.data.engine.executors.local_processes import LocalExecutor
-from tilewright.data.engine.executors.rank import RankExecutor
+from tilewright.data.engine.executors.local_executor import LocalExecutor
+from tilewright.data.engine.executors.rank_executor import RankExecutor
 from tilewright.data.engine.record_tables import rows
 
 ROOT = Path(__file__).resolve().parents[3]

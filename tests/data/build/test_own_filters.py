@@ -19,8 +19,8 @@ from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.records import Record
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_settings import DataBuild, FiltersSection, load_data_toml
-from tilewright.data.engine.executors.local_processes import LocalExecutor
-from tilewright.data.engine.executors.on_ray import _paths
+from tilewright.data.engine.executors.local_executor import LocalExecutor
+from tilewright.data.engine.executors.ray_executor import _paths
 from tilewright.data.engine.record_tables import RECORDS, TableWriter, record_row, rows
 from tilewright.data.stages.kept_records import KEPT
 from tilewright.data.stages.text.user_filters import apply_own, made, own_filters

@@ -14,7 +14,7 @@ from tests.data.build.test_kill import kill_until_whole
 from tilewright import __version__
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.data.engine.build_context import Context
-from tilewright.data.engine.executors.on_ray import RayExecutor, RayPool, check_nodes, look
+from tilewright.data.engine.executors.ray_executor import RayExecutor, RayPool, check_nodes, look
 from tilewright.data.engine.executors.workers import make_unit, try_item
 from tilewright.data.engine.record_tables import rows
 from tilewright.data.engine.unit_folders import RECEIPT

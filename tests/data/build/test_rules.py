@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.data.build.corpora import build, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError
 from tilewright.data.engine.build_settings import RepairSection, RulesSection
-from tilewright.data.stages.text import rules
-from tilewright.data.stages.text.repair_one import line_hash, repaired, without_lines
-from tilewright.data.stages.text.rules import thresholds
+from tilewright.data.stages.text import apply_rules
+from tilewright.data.stages.text.apply_rules import thresholds
+from tilewright.data.stages.text.repair_text import line_hash, repaired, without_lines
 from tilewright.data.stages.text.text_measures import MEASURES, Measured
 
 KNOWN = [
@@ -126,7 +126,9 @@ def test_languages(tmp_path):
 @pytest.mark.parametrize(("score", "rule"), [(0.5, "min_language_score"), (0.9, None)])
 def test_a_language_that_is_not_sure(tmp_path, monkeypatch, score, rule):
     """The threshold of the score, with an identifier that says what the test wants."""
-    monkeypatch.setattr(rules, "find_languages", lambda: lambda text: ("en", score if text.startswith("b") else 1.0))
+    monkeypatch.setattr(
+        apply_rules, "find_languages", lambda: lambda text: ("en", score if text.startswith("b") else 1.0)
+    )
     source = write_corpus(tmp_path / "in")
     build(settings(source, rules={"languages": ("en",), "min_language_score": 0.8}), tmp_path / "out")
     found = {row["rule"] for row in pq.read_table(tmp_path / "out" / "rejects").to_pylist() if row["stage"] == "rules"}

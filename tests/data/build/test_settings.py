@@ -14,7 +14,7 @@ from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_files import list_inputs
 from tilewright.data.engine.build_settings import DataBuild, LimitsSection, load_data_toml
 from tilewright.data.readers.limits import ReadLimits
-from tilewright.data.stages import read
+from tilewright.data.stages import read_records
 from tilewright.data.stages.split.split_stage import source_label
 
 FILTER = """
@@ -139,11 +139,13 @@ def test_every_setting_has_a_probe():
 def test_limits_reach_the_readers(tmp_path, monkeypatch):
     """Every one as it is set."""
     seen = []
-    monkeypatch.setattr(read, "read_file", lambda path, name, domain, limits, *_: seen.append(limits) or iter(()))
+    monkeypatch.setattr(
+        read_records, "read_file", lambda path, name, domain, limits, *_: seen.append(limits) or iter(())
+    )
     values = {name: getattr(LimitsSection(), name) // 2 for name in LimitsSection.model_fields}
     (tmp_path / "a.txt").write_text("text")
     config = settings(tmp_path, limits=values)
-    list(read.read_item(list_inputs(config.read).shards[0][0], config))
+    list(read_records.read_item(list_inputs(config.read).shards[0][0], config))
     assert seen == [ReadLimits(**values)]
 
 

@@ -13,7 +13,7 @@ from tests.data.build.corpora import prose, settings
 from tilewright.data.common.records import Record
 from tilewright.data.engine.build_files import list_inputs
 from tilewright.data.sources.content_hash import Contents
-from tilewright.data.stages.read import read_item
+from tilewright.data.stages.read_records import read_item
 
 SMALL, LARGE = 1 << 16, 1 << 24
 LATIN = "Le café coûte très cher à Besançon, où l'été dure à peine un mois.\n"

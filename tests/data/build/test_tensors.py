@@ -11,7 +11,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.batches.stream import Stream
 from tilewright.data.dataset.build_account import build_account
 from tilewright.data.dataset.built_images import ShardedPixels
-from tilewright.data.engine.executors.local_processes import LocalExecutor
+from tilewright.data.engine.executors.local_executor import LocalExecutor
 from tilewright.data.prepare import prepare
 from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel

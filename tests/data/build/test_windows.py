@@ -14,7 +14,7 @@ from tests.draws import examples
 from tilewright.data.batches.mixture_order import Picks
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.prepare import prepare
-from tilewright.data.stages.text.windows import windows
+from tilewright.data.stages.text.token_windows import windows
 
 
 @st.composite

@@ -5,8 +5,8 @@ import unicodedata
 import pytest
 
 from tests.data.readers.made import read
-from tilewright.data.readers.text.detect import codec_of, declared_encoding
-from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
+from tilewright.data.readers.text.decode_text import decode_text, wide_encoding_of
+from tilewright.data.readers.text.detect_encoding import codec_of, declared_encoding
 
 # ruff: noqa: E501
 WEST = ("cp1252", "mac_roman", "cp850")

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.data.batches.mixture_order import BLOCK, Mixture
+from tilewright.data.dataset.remote.shard_windows import WindowedOrder
 from tilewright.data.dataset.remote.window_plan import WindowPlan
-from tilewright.data.dataset.remote.windows import WindowedOrder
 
 
 class Reader:

@@ -20,7 +20,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.communicate import fsdp_exchanges
-from tilewright.parallel.communicate.coded import EXACT, GatheredPart
+from tilewright.parallel.communicate.coded_weights import EXACT, GatheredPart
 from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.shard import Sharding, reshard, shard
 from tilewright.precision.convert import convert, evaluating, set_mode

@@ -24,8 +24,8 @@ from tilewright.parallel.inside.tensor.cut_decoder import cut_tensors
 from tilewright.parallel.inside.tensor.sequence_slices import sum_of_slices
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.rank_passes import PipelineSteps
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import join
 

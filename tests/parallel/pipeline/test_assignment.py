@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.draws import examples
 from tilewright.parallel.pipeline.assignment import Room, check_assignment, in_stream_order
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 _PIPELINES = (
     Pipeline(pp=2),

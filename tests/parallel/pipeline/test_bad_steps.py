@@ -11,8 +11,8 @@ from tilewright.models.distill.loss import MADE
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.microbatch_plan import StepPlan
 from tilewright.parallel.pipeline.rank_passes import PipelineSteps
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import join
 
 pytestmark = pytest.mark.dist

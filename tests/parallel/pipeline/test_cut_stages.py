@@ -5,7 +5,7 @@ import pytest
 
 from tests.parallel.pipeline.test_parity import SCHEDULES, _cases, _check
 from tests.ranks import on_ranks
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 pytestmark = pytest.mark.dist
 

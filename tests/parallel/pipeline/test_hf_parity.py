@@ -8,8 +8,8 @@ from tests.parallel.pipeline.test_parity import SCHEDULES
 from tests.ranks import on_ranks
 from tests.zoo.families import FAMILIES as ZOO
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import Group
 
 pytestmark = pytest.mark.dist

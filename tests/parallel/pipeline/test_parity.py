@@ -5,7 +5,7 @@ import pytest
 from tests.models.shapes import SHAPES
 from tests.parallel.pipeline.ragged import TOLERANCE, decoder, worst_gradient
 from tests.ranks import on_ranks
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 pytestmark = pytest.mark.dist
 SCHEDULES = {

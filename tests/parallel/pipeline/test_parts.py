@@ -7,8 +7,8 @@ from tests.parallel.pipeline.ragged import decoder
 from tilewright.models.base.hidden_matrices import hidden_matrices
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.routers import find_routers
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import Group
 from tilewright.precision.assign.conversion_plan import decide_all
 from tilewright.precision.policy.policy import Policy

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.parallel.launch import PIPELINES
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 SCHEDULES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3),
                              ("interleaved_zero_bubble", 2), ("interleaved_deferred", 3), ("zbv", 2),

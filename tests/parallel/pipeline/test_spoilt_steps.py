@@ -13,8 +13,8 @@ from tilewright.parallel.fill_shards import shard_all
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.pipeline.microbatch_plan import StepPlan
 from tilewright.parallel.pipeline.rank_passes import PipelineSteps
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import join
 

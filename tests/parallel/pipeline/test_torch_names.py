@@ -42,7 +42,7 @@ def _made(rank):
 
 @pytest.mark.dist
 def test_torch_has_the_names_and_takes_the_numbers_of_micro_batches_that_are_said_of_it():
-    from tilewright.parallel.pipeline.split import Pipeline
+    from tilewright.parallel.pipeline.stage_split import Pipeline
 
     of_stage, of_schedules, taken, of_info = on_ranks(2, _made)[0]
     assert set(torch_names.PRIVATE_OF_STAGE) <= of_stage

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.planner.simulate.here import tables_here
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 SMALL = [(p, p * times) for p in (2, 3, 8) for times in (1, 2, 4)]
 LARGE = [(p, p * times) for p in (3, 8, 32) for times in (1, 2, 8)]

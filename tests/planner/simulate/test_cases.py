@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tilewright.core.config.sections.parallel import ScheduleName
 from tilewright.core.errors import TilewrightError
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.describe_steps import ladder_row, ladder_verdict
 from tilewright.planner.simulate.document_lengths import DrawnLengths, lengths_from
 from tilewright.planner.simulate.ladder import climb, ladder_cases

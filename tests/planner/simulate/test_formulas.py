@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planner.simulate.conftest import LARGE, SMALL
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.formulas import (
+from tilewright.parallel.pipeline.stage_split import Pipeline
+from tilewright.planner.simulate.pass_costs import KindSeconds, PassCosts, StepCosts
+from tilewright.planner.simulate.schedule_formulas import (
     Failures,
     idle_in_one_wave,
     idle_of_deferred,
@@ -17,7 +18,6 @@ from tilewright.planner.simulate.formulas import (
     in_flight_of_1f1b,
     in_flight_of_interleaved,
 )
-from tilewright.planner.simulate.pass_costs import KindSeconds, PassCosts, StepCosts
 from tilewright.planner.simulate.simulated_step import SimulatedStep, idle_by_cause
 
 ROUNDING = 1e-9

@@ -7,7 +7,7 @@ import pytest
 
 from tests.planner.simulate.test_formulas import step_of
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.pass_costs import (
     KindSeconds,
     Link,

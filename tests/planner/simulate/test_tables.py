@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, schedules
 
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate import torch_tables
 from tilewright.planner.simulate.schedule_table import ScheduleTable, rows_text
 

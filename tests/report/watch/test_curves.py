@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.run_data.run_numbers import held_out_losses
 from tilewright.report.watch.curves import Metrics, downsample, stretch_for
 from tilewright.report.watch.server import compact_json

@@ -16,7 +16,7 @@ from tests.draws import examples
 from tests.report.watch.runs import append, make, serving
 from tilewright.core.errors import ConfigError
 from tilewright.report.page import render
-from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.collect_run import collect
 from tilewright.report.watch import watched_run
 from tilewright.report.watch.server import TRIED_PORTS, WatchServer
 

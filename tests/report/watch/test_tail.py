@@ -6,7 +6,7 @@ import os
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilewright.report.watch.tail import MAX_LINE_BYTES, JsonTail
+from tilewright.report.watch.tail_jsonl import MAX_LINE_BYTES, JsonTail
 
 ROWS = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.floats() | st.text(max_size=9), max_size=3)
 LINES = ROWS.map(lambda row: json.dumps(row).encode()) | st.binary(max_size=30).filter(lambda line: b"\n" not in line)

@@ -53,7 +53,7 @@ def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **opt
         return
     folder = find_run(run)  # before torch is imported, which takes seconds
     from tilewright.cli.load_run import reopen
-    from tilewright.training.components.dataset import held_out, prepare_data
+    from tilewright.training.components.recipe_data import held_out, prepare_data
     from tilewright.training.executor.evaluate import evaluate, pooled
 
     opened = reopen(folder)

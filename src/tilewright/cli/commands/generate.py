@@ -29,7 +29,7 @@ def generate(
     from tilewright.cli.load_run import reopen
     from tilewright.core.hardware import detect_machine
     from tilewright.models.generate import generate as extend
-    from tilewright.precision.mixed import rows
+    from tilewright.precision.mixed import few_row_layers
     from tilewright.training.components.tokenizer_files import TextRules
 
     opened = reopen(run, threads=threads)
@@ -41,7 +41,7 @@ def generate(
             try_="tilewright eval, for its loss",
             where=str(run / "run.toml"),
         )
-    rows.attach(opened.model, detect_machine())  # type: ignore[arg-type]
+    few_row_layers.attach(opened.model, detect_machine())  # type: ignore[arg-type]
     ids = torch.tensor([opened.tokenizer.prompt_ids(prompt)], device=opened.device)
     written = extend(
         opened.model,

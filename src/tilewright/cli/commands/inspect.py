@@ -29,8 +29,8 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_count
 from tilewright.precision.float8 import audit_table
-from tilewright.precision.policy.shares import recorded_shares, shares_text
-from tilewright.training.runlog import recorded
+from tilewright.precision.policy.format_shares import recorded_shares, shares_text
+from tilewright.training.runlog import recorded_tables
 
 _SHOWN = ("fqn", "op", "compute", "storage", "output", "reason")
 
@@ -85,12 +85,12 @@ def _recipe(target: str, settings: list[str], as_json: bool) -> None:
 def _run(folder: Path, as_json: bool) -> None:
     """`inspect` of a run: precision and kernels, from its folder."""
     # 1. What the folder records. A run that stopped early lacks some of these files.
-    precision = recorded.read(folder / "precision.json")
+    precision = recorded_tables.read(folder / "precision.json")
     if precision is not None:
-        precision = recorded.checked(recorded.MODULES, precision, folder / "precision.json")
-    machine = recorded.read(folder / "machine.json")
+        precision = recorded_tables.checked(recorded_tables.MODULES, precision, folder / "precision.json")
+    machine = recorded_tables.read(folder / "machine.json")
     kernels = machine.get("kernels", []) if isinstance(machine, dict) else []
-    kernels = recorded.checked(recorded.KERNELS, kernels, folder / "machine.json")
+    kernels = recorded_tables.checked(recorded_tables.KERNELS, kernels, folder / "machine.json")
     audit = _audit(folder)
     work = recorded_shares(precision or [])
     if as_json:
@@ -164,13 +164,13 @@ def _diff(first: Path, second: Path, as_json: bool) -> None:
     show_table(("layer", "gemm", "differs in", str(first), str(second)), lines)
 
 
-def _audit(folder: Path) -> recorded.RecordedAudit | None:
+def _audit(folder: Path) -> recorded_tables.RecordedAudit | None:
     """`inspect` of an audit: the matmuls of a run; None where it has not written them yet."""
-    value = recorded.read(folder / audit_table.FILE)
-    return None if value is None else recorded.checked(recorded.AUDIT, value, folder / audit_table.FILE)
+    value = recorded_tables.read(folder / audit_table.FILE)
+    return None if value is None else recorded_tables.checked(recorded_tables.AUDIT, value, folder / audit_table.FILE)
 
 
-def _required_audit(folder: Path) -> recorded.RecordedAudit:
+def _required_audit(folder: Path) -> recorded_tables.RecordedAudit:
     audit = _audit(folder)
     if audit is None:
         raise ConfigError(
@@ -185,8 +185,8 @@ def _required_audit(folder: Path) -> recorded.RecordedAudit:
 
 def _checkpoint(folder: Path, as_json: bool) -> None:
     """`inspect` of a checkpoint: names, shapes and bytes from its own index; no tensor is read."""
+    from tilewright.training.checkpoint.checkpoint_meta import read_meta
     from tilewright.training.checkpoint.checkpoint_store import stored_tensors
-    from tilewright.training.checkpoint.meta import read_meta
 
     meta = read_meta(folder)
     rows = [

@@ -30,7 +30,7 @@ from tilewright.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tilewright.core.config.load import Loaded
-    from tilewright.planner.advice.changes import Change
+    from tilewright.planner.advice.recipe_changes import Change
     from tilewright.planner.plan import Plan
     from tilewright.planner.site import Site
     from tilewright.training.planning.plan_request import PlanRequest
@@ -113,7 +113,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     with gc_paused():
         from tilewright.cli.plan_output import show, to_json
         from tilewright.data.common.progress import ProgressBar
-        from tilewright.planner.advice.sweep import pareto
+        from tilewright.planner.advice.plan_sweep import pareto
         from tilewright.training.planning.advice import advice
         from tilewright.training.planning.does_not_fit import refused
         from tilewright.training.planning.plan_request import PlanRequest, asked_for, plan_for

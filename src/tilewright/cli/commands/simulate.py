@@ -9,8 +9,8 @@ from tilewright.cli.common import FiniteRange, echo, json_option, print_json, sh
 from tilewright.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tilewright.planner.simulate.formulas import Failures
     from tilewright.planner.simulate.ladder import Rung
+    from tilewright.planner.simulate.schedule_formulas import Failures
     from tilewright.planner.simulate.step_case import SimulatedCase
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_deferred", "interleaved_zero_bubble", "zbv", "dualpipe_v")
@@ -188,7 +188,7 @@ def _case(options: dict[str, Any], pipeline: Any) -> "SimulatedCase":
 
 
 def _ladder(options: dict[str, Any]) -> "list[Rung]":
-    from tilewright.parallel.pipeline.split import Pipeline
+    from tilewright.parallel.pipeline.stage_split import Pipeline
     from tilewright.planner.simulate.document_lengths import lengths_from
     from tilewright.planner.simulate.ladder import climb
     from tilewright.planner.simulate.option_texts import check_case

@@ -59,7 +59,7 @@ def _conclude(loaded: Loaded, dry_run: bool) -> None:
     """Conclude `train`: say the verdict on a run that has begun, on the first rank; where the recipe wants a report,
     write it and say where it is."""
     from tilewright.report.page import write_report
-    from tilewright.report.run_data.collect import collect
+    from tilewright.report.run_data.collect_run import collect
     from tilewright.report.summary import learned
     from tilewright.report.verdict.judge import judge
 

@@ -44,7 +44,7 @@ from tilewright.compress.prove.consumer_process import ConsumerLimits
 from tilewright.compress.prune.prune import prune
 from tilewright.compress.prune.tensors_of_units import parameters_left
 from tilewright.core.errors import ConfigError, FitError, NumericsError
-from tilewright.training.components.dataset import held_out
+from tilewright.training.components.recipe_data import held_out
 from tilewright.training.components.teacher import weights_hash
 
 

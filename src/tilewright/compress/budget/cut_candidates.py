@@ -8,7 +8,7 @@ from typing import Any
 from tilewright.compress.budget.compress_settings import Goal
 from tilewright.compress.budget.sensitivity import CutCost
 from tilewright.compress.prune.unit_kinds import Kind
-from tilewright.core.mip import Column, LinearRow, minimise
+from tilewright.core.integer_program import Column, LinearRow, minimise
 
 FACTORS = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)
 """Limits on the loss before recovery, in budgets: recovery takes part of a cut's cost back, how much is not known."""

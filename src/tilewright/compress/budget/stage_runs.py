@@ -12,8 +12,8 @@ from tilewright.compress.export.publish import publish
 from tilewright.compress.exports_file import read_exports, write_exports
 from tilewright.compress.prune.unit_kinds import Kind
 from tilewright.core.config import setting_names
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.edit import changed
 from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.distill import DistillSection
@@ -24,8 +24,8 @@ from tilewright.models.base.protocols import Model
 from tilewright.models.build import kind_of
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.distill.hidden import TARGET_NAMES, pairs_of
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore
-from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.components.export import write_beside
 from tilewright.training.session import train
 

@@ -26,7 +26,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.core.json_text import from_json
 from tilewright.core.units import format_seconds
 from tilewright.models.base.eval_mode import evaluation
-from tilewright.training.runlog.recorded import read
+from tilewright.training.runlog.recorded_tables import read
 
 MEASURING = "sensitivities"
 """The stage that a dry run has, too."""

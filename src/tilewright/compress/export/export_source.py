@@ -12,8 +12,8 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
-from tilewright.training.components.dataset import Prepared, prepare_data
 from tilewright.training.components.export import config_keys
+from tilewright.training.components.recipe_data import Prepared, prepare_data
 from tilewright.training.components.tokenizer_files import TextRules
 
 

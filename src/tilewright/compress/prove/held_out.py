@@ -26,7 +26,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.models.base.preference import as_rows, is_pairs
 from tilewright.models.base.protocols import Model
-from tilewright.training.components.dataset import Prepared, held_out
+from tilewright.training.components.recipe_data import Prepared, held_out
 
 _MOST_ANSWERS = 512
 _MOST_NUMBERS = 2**21

@@ -1,5 +1,5 @@
 """The consumer tilewright itself: the model in this process, in FP32 or BF16, eager or compiled. Eager, it answers one
-cached token as `tilewright generate` does (`precision.mixed.rows`).
+cached token as `tilewright generate` does (`precision.mixed.few_row_layers`).
 
 It proves folders that a run loads (`fp8`), and it is the baseline of every other row.
 
@@ -18,7 +18,7 @@ from tilewright.compress.prove.consumer_session import CACHED_AT, ConsumerSessio
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model
-from tilewright.precision.mixed import rows
+from tilewright.precision.mixed import few_row_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -43,7 +43,7 @@ class TorchModel(ConsumerSession):
         if options["compile"]:
             self.model.compile_blocks()
         else:
-            rows.attach(self.model, detect_machine("cpu"))
+            few_row_layers.attach(self.model, detect_machine("cpu"))
         version = importlib.metadata.version("torch")
         self.runtime = f"torch {version}, {options['dtype'].upper()} {'compiled' if options['compile'] else 'eager'}"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tilewright.compress.search.library.layer_parts import PartPlace
 from tilewright.compress.search.library.replacement_choices import NONE, OWN
 from tilewright.compress.search.table.choice_costs import Costs
-from tilewright.core.mip import Column, LinearRow, minimise
+from tilewright.core.integer_program import Column, LinearRow, minimise
 
 
 @dataclass(frozen=True)

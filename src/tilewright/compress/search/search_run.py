@@ -25,7 +25,7 @@ from tilewright.compress.search.choose_shapes import (
     uniform_shapes,
     within,
 )
-from tilewright.compress.search.library.assemble import config_with
+from tilewright.compress.search.library.assemble_decoder import config_with
 from tilewright.compress.search.library.layer_parts import PartPlace, places
 from tilewright.compress.search.library.replacement_choices import OWN, PartChoice, choices_at, why_whole
 from tilewright.compress.search.library.replacement_scores import first_rows, score_choices
@@ -41,7 +41,7 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.training.components.dataset import held_out
+from tilewright.training.components.recipe_data import held_out
 from tilewright.training.components.teacher import weights_hash
 
 FILE, RECIPE = "search.json", "search.toml"

@@ -13,7 +13,7 @@ from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_los
 from tilewright.compress.budget.stage_runs import OpenRun, run_stage, stage_recipe, write_model
 from tilewright.compress.export.export_source import ExportSource
 from tilewright.compress.search.choose_shapes import ChosenShape
-from tilewright.compress.search.library.assemble import assembled
+from tilewright.compress.search.library.assemble_decoder import assembled
 from tilewright.compress.search.library.layer_parts import PartPlace
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.models.decoder.hf_weights import save_decoder

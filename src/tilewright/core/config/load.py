@@ -20,7 +20,7 @@ from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml, toml_text
-from tilewright.core.config.unused import without_effect
+from tilewright.core.config.unused_settings import without_effect
 from tilewright.core.config.value_messages import broken_text, by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.errors import ConfigError, Problem, printable
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tilewright.core.atomic_io import hash_file
-from tilewright.data.batches.pack import Packing, alone, pack
+from tilewright.data.batches.pack_documents import Packing, alone, pack
 from tilewright.data.batches.token_rows import SPLITS
 from tilewright.data.common.progress import ProgressBar
 

@@ -33,7 +33,7 @@ class SumsOfRanks:
         """Add the rows of a step of this rank to the sums of losses, where `numbers` has not.
 
         Args:
-            step: see `training.hooks.base.Step`.
+            step: see `training.hooks.step_hook.Step`.
             result: see `training.executor.base.StepResult`.
         """
         if not step.due:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilewright.data.batches.pack import Packing
+from tilewright.data.batches.pack_documents import Packing
 from tilewright.data.common.hashing import ragged_arange
 
 SPLITS = ("train", "holdout")

@@ -31,12 +31,12 @@ from tilewright.data.chat.sandbox import (
     split_marks,
     without_marks,
 )
-from tilewright.data.chat.stops import Ending, Stops, ending
+from tilewright.data.chat.stop_tokens import Ending, Stops, ending
 from tilewright.data.chat.tools import NO_ARGUMENTS, TemplateArguments, with_arguments
 from tilewright.data.common.guarded_tokenizer import encode_piece, reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, declared_stops
-from tilewright.data.readers.damage import failure
+from tilewright.data.readers.parser_errors import failure
 
 Message = Mapping[str, Any]
 

@@ -7,8 +7,8 @@ both are true beginnings of the whole rendering is checked for each answer. Wher
 off behind it: there it stands as the model will write it. Nothing is trained at a place that was not verified.
 
 An answer begins with the first token that is not wholly of its prompt, and ends with the token at which a model that
-writes it stops (`stops.Ending`). Where the template writes that token only before the next turn, or not at all, it is
-put behind the last answer. Answers of `weight` 0, and messages behind the last answer, are read and not trained.
+writes it stops (`stop_tokens.Ending`). Where the template writes that token only before the next turn, or not at all,
+it is put behind the last answer. Answers of `weight` 0, and messages behind the last answer, are read and not trained.
 """
 
 import re

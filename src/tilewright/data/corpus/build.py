@@ -27,7 +27,7 @@ from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import add_validation
 from tilewright.data.dataset.account import listed
 from tilewright.data.dataset.compressors import compressor_bits
-from tilewright.data.sources.documents import Source
+from tilewright.data.sources.source_parts import Source
 from tilewright.data.stages.copies.minhash import near_copy_clusters
 from tilewright.data.stages.split.divide_clusters import LARGEST_SHARE, divide_clusters, largest_share, slices
 from tilewright.data.stages.split.holdout import Split, choose_holdout

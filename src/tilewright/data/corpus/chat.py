@@ -32,8 +32,8 @@ from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.corpus.validation import Validation, add_validation
 from tilewright.data.dataset.account import PartRecord, listed
 from tilewright.data.dataset.open_built import built_at, built_format, read_dataset
-from tilewright.data.sources.documents import Source
 from tilewright.data.sources.path_purpose import Wanted
+from tilewright.data.sources.source_parts import Source
 from tilewright.data.sources.user_files import user_source
 from tilewright.data.stages.copies.minhash import near_copy_clusters
 from tilewright.data.stages.split.divide_clusters import LARGEST_SHARE, Divided, divide_clusters, largest_share, slices

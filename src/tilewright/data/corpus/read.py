@@ -18,8 +18,8 @@ from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.dataset.account import BLANK, DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
-from tilewright.data.sources.documents import Part, Source, cut
 from tilewright.data.sources.path_purpose import Wanted, better_format
+from tilewright.data.sources.source_parts import Part, Source, cut
 
 _DRAINED_BYTES = 4 << 20  # text that is read on where a limit ended the reading inside a part, to say how much it was
 _SLACK = 0.003  # share of the limit that may stay unused: no further round of sharing for less

@@ -13,7 +13,7 @@ import numpy as np
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.read import Convert, Spool, collect
 from tilewright.data.dataset.account import Account
-from tilewright.data.sources.documents import Source
+from tilewright.data.sources.source_parts import Source
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.core.units import format_bytes
 from tilewright.data.common.records import Rejected, rejected
-from tilewright.data.sources.documents import Part, Source, printable
+from tilewright.data.sources.source_parts import Part, Source, printable
 
 LIMIT = "max_bytes reached"
 NO_DOMAIN = "not in the wanted domains"

@@ -18,8 +18,8 @@ from tilewright.data.engine.build_context import WORK
 from tilewright.data.engine.build_settings import DataBuild
 from tilewright.data.engine.record_tables import rows
 from tilewright.data.engine.unit_folders import Units
-from tilewright.data.stages.plan import STAGES
-from tilewright.data.stages.text.rules import bin_starts, thresholds
+from tilewright.data.stages.all_stages import STAGES
+from tilewright.data.stages.text.apply_rules import bin_starts, thresholds
 
 MODALITIES = ("text", "image", "audio")
 NO_DOMAIN = "(in no domain)"

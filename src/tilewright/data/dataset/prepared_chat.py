@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.data.batches.mixture_order import Picks
-from tilewright.data.batches.pack import Packing
+from tilewright.data.batches.pack_documents import Packing
 from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.batches.token_rows import TextRows
 from tilewright.data.chat.template import ChatTemplate

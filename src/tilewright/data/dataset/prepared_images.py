@@ -24,9 +24,9 @@ from tilewright.data.common.progress import ProgressBar, timed
 from tilewright.data.dataset.account import account_of_files, listed
 from tilewright.data.dataset.built_images import BuiltImages, ShardedPixels, built_images
 from tilewright.data.dataset.open_built import read_dataset
+from tilewright.data.sources.find_files import Found, find_files, stat_key
 from tilewright.data.sources.path_purpose import IMAGES
-from tilewright.data.sources.walk import Found, find_files, stat_key
-from tilewright.data.stages.dataset import TOKENS
+from tilewright.data.stages.merge_shards import TOKENS
 
 DOMAIN = "images"
 _FORMAT = 2  # of the cache entry; a change makes old entries unused

@@ -17,7 +17,7 @@ from tilewright.core.errors import DataError
 from tilewright.core.units import format_share
 from tilewright.data.batches.masking import mask_tokens
 from tilewright.data.batches.mixture_order import Picks, permute
-from tilewright.data.batches.pack import Packing
+from tilewright.data.batches.pack_documents import Packing
 from tilewright.data.batches.step_samples import padded_length
 from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.batches.token_rows import IGNORE, SPLITS, STARTS, TOKEN_BYTES, TextRows, laid_out, starts_of

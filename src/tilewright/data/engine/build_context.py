@@ -1,6 +1,6 @@
 """One build: its settings, what it reads, and its units on disk. The process that gives out the units has one.
 
-The order of the stages is in `plan`; what a stage is, in `engine.stage`.
+The order of the stages is in `all_stages`; what a stage is, in `engine.build_stage`.
 """
 
 from collections import Counter
@@ -11,10 +11,10 @@ from typing import Any
 
 from tilewright.data.engine.build_files import Item, Listing, list_inputs
 from tilewright.data.engine.build_settings import DataBuild
-from tilewright.data.engine.references import list_references
+from tilewright.data.engine.reference_files import list_references
 from tilewright.data.engine.unit_folders import Units, fingerprint_of
 from tilewright.data.sources.content_hash import CONTENTS, Contents
-from tilewright.data.sources.documents import Source
+from tilewright.data.sources.source_parts import Source
 
 WORK = "work"
 """Folder of the units below the folder of a build."""

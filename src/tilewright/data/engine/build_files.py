@@ -20,15 +20,15 @@ from tilewright.data.engine.build_settings import ReadSection
 from tilewright.data.readers.file_kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
 from tilewright.data.readers.read_file import LINES
-from tilewright.data.readers.text.encodings import wide_encoding_of
+from tilewright.data.readers.text.decode_text import wide_encoding_of
 from tilewright.data.sources.content_hash import Contents
-from tilewright.data.sources.documents import Part, Source, printable
+from tilewright.data.sources.find_files import find_files, stat_key
 from tilewright.data.sources.hub import PREFIX, hub_dataset
-from tilewright.data.sources.installed import installed_source
+from tilewright.data.sources.installed_text import installed_source
 from tilewright.data.sources.parquet_and_arrow import is_saved_dataset
 from tilewright.data.sources.path_purpose import BUILD
+from tilewright.data.sources.source_parts import Part, Source, printable
 from tilewright.data.sources.user_files import existing
-from tilewright.data.sources.walk import find_files, stat_key
 
 INSTALLED = "installed"
 _LONGEST_CAPTIONS = 1 << 60

@@ -21,10 +21,10 @@ from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.readers.file_kinds import KINDS, SUFFIX
 from tilewright.data.sources.hub import PREFIX
-from tilewright.data.stages.chat import settings as chats
-from tilewright.data.stages.chat.settings import ChatSection
-from tilewright.data.stages.scores import settings as scores
-from tilewright.data.stages.scores.settings import NoiseSection, QualitySection, SampleSection
+from tilewright.data.stages.chat import chat_settings as chats
+from tilewright.data.stages.chat.chat_settings import ChatSection
+from tilewright.data.stages.scores import score_settings as scores
+from tilewright.data.stages.scores.score_settings import NoiseSection, QualitySection, SampleSection
 from tilewright.data.stages.text import filter_settings as own_filters
 from tilewright.data.stages.text.filter_settings import FiltersSection
 

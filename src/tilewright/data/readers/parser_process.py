@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.core.errors import is_damage
 from tilewright.data.common.limited_process import LimitedProcess, serve
-from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.parser_errors import PARSER_ERRORS, failure
 from tilewright.data.readers.text import html_and_pdf, notebooks_and_books
 
 

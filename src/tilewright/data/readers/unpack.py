@@ -14,12 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from tilewright.data.common.records import Rejected
-from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.file_kinds import COMPRESSED_MAGIC
+from tilewright.data.readers.parser_errors import PARSER_ERRORS, damage_of
 from tilewright.data.readers.temporary_files import ScratchFile, ScratchFolder
 from tilewright.data.sources.decompress import FREE_EXPANSION, decompressed
-from tilewright.data.sources.documents import printable
+from tilewright.data.sources.source_parts import printable
 
 _PIECE = 1 << 20
 _HEADER_BYTES = 1 << 24

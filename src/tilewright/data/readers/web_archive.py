@@ -13,7 +13,7 @@ from tilewright.data.common.records import Rejected
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.temporary_files import ScratchFile, ScratchFolder
 from tilewright.data.readers.unpack import UnpackBudget
-from tilewright.data.sources.documents import printable
+from tilewright.data.sources.source_parts import printable
 
 _LINE_BYTES, _MOST_LINES = 1 << 16, 1000
 _PIECE = 1 << 20

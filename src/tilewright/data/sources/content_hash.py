@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from tilewright.core.atomic_io import write_whole
-from tilewright.data.sources.walk import stat_key
+from tilewright.data.sources.find_files import stat_key
 
 CONTENTS = "contents.json"
 _CHUNK_BYTES = 1 << 22

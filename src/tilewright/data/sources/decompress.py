@@ -16,7 +16,7 @@ import zstandard
 
 from tilewright.core.units import format_bytes
 from tilewright.data.common.records import Rejected, rejected
-from tilewright.data.sources.documents import not_as_marked, wide_encoding
+from tilewright.data.sources.source_parts import not_as_marked, wide_encoding
 
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 """Suffixes of files that are read decompressed."""

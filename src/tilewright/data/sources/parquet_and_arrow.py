@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from tilewright.core.errors import check_damage
 from tilewright.data.common.records import Record, Rejected, rejected, text_of
 from tilewright.data.sources.decompress import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
-from tilewright.data.sources.documents import Part, printable
 from tilewright.data.sources.file_lines import LONGEST_LINE, too_long
 from tilewright.data.sources.json_rows import whole_row
+from tilewright.data.sources.source_parts import Part, printable
 
 _ARROW_ROWS = 4096  # rows in one part of an Arrow file
 _BATCH_ROWS = 16  # a batch is in memory whole, also where all of its rows are one long value of a dictionary

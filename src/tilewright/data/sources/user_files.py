@@ -20,13 +20,13 @@ from tilewright.core.errors import is_of_machine, machine_error
 from tilewright.data.common.records import Record, Rejected, rejected
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
-from tilewright.data.sources.documents import Part, Source, decode, looks_binary, printable, wide_encoding
 from tilewright.data.sources.file_lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
+from tilewright.data.sources.find_files import Found, find_files, stat_key
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.parquet_and_arrow import arrow_parts, is_saved_dataset, parquet_parts, saved_dataset_parts
 from tilewright.data.sources.path_purpose import TEXT_SUFFIXES, Wanted, wanted
-from tilewright.data.sources.walk import Found, find_files, stat_key
+from tilewright.data.sources.source_parts import Part, Source, decode, looks_binary, printable, wide_encoding
 
 SEGMENT_BYTES = 1 << 20
 """Plain files above this are split into parts of this size."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tilewright.data.common.filter import DropReason
+from tilewright.data.common.record_filter import DropReason
 from tilewright.data.common.records import Rejected
 from tilewright.data.engine.record_tables import reject_row, rows
 

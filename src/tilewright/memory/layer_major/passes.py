@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilewright.memory.layer_major.embedding_rows import RowGradients
-from tilewright.memory.layer_major.replay import Replay
+from tilewright.memory.layer_major.replay_random import Replay
 from tilewright.memory.layer_major.saved_views import rebind_saved_views
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader

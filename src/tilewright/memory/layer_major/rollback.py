@@ -22,7 +22,7 @@ from tilewright.core.config.recipe import Tier
 from tilewright.memory.offload.byte_stores import Store, make_store
 from tilewright.memory.offload.flat_layout import Layout
 from tilewright.memory.offload.param_store import ParamOffloader
-from tilewright.memory.offload.pinned import pinned_empty, unpin
+from tilewright.memory.offload.pinned_memory import pinned_empty, unpin
 from tilewright.models.layerwise.layer_view import LayerGroup
 
 

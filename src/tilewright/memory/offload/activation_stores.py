@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewright.memory.offload.byte_stores import DiskStore, HostStore, Store
 from tilewright.memory.offload.flat_layout import Layout
-from tilewright.memory.offload.pinned import PinnedBuffers
+from tilewright.memory.offload.pinned_memory import PinnedBuffers
 
 Key = tuple[int, int]
 """Number of the layer and of the micro-batch."""

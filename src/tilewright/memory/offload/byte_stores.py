@@ -32,7 +32,7 @@ from torch import Tensor
 from tilewright.core.config.recipe import Tier
 from tilewright.core.errors import ConfigError, FitError, HardwareError, TilewrightError
 from tilewright.core.units import format_bytes
-from tilewright.memory.offload.pinned import pinned_empty, unpin
+from tilewright.memory.offload.pinned_memory import pinned_empty, unpin
 
 _PUNCH_HOLE = 0x02 | 0x01
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""

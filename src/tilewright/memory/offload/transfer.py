@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.memory.offload.byte_stores import Store
-from tilewright.memory.offload.pinned import pinned_empty, unpin
+from tilewright.memory.offload.pinned_memory import pinned_empty, unpin
 
 
 @dataclass

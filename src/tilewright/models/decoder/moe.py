@@ -63,7 +63,7 @@ class Router(nn.Module):
         self.kernels = kernels
         self.choices: Callable[[Callable[[], Tensor]], Tensor] | None = None
         """Takes what the router would choose, and says what it chooses: the same again when a layer is recomputed.
-        Set around a layer, by `SameChoices` and `memory.layer_major.replay`."""
+        Set around a layer, by `SameChoices` and `memory.layer_major.replay_random`."""
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Route tokens to experts (MoE): x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""

@@ -4,8 +4,8 @@ loss = (1 - weight) * cross-entropy + weight * T^2 * divergence(teacher, student
 "Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets; see `divergences`. Logits are
 made and freed by chunks of rows, forward and backward, for teacher and student alike. Where tokens of the
 teacher were kept (`kept_tokens`), the batch has these, no logits of the teacher are made, and the student's once:
-gradients are made with the loss (`chunks`). Like pairs of preferences, what the loss needs travels with the batch, so
-each executor computes it.
+gradients are made with the loss (`chunked_loss`). Like pairs of preferences, what the loss needs travels with the
+batch, so each executor computes it.
 
 Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary
 K tokens that are kept  G = K + 1 logarithms.
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.models.base.output_head import IGNORED_LABEL, head_loss, whole_operands
 from tilewright.models.base.protocols import LossOutput
-from tilewright.models.distill.chunks import rows_at_once, summed_in_chunks
+from tilewright.models.distill.chunked_loss import rows_at_once, summed_in_chunks
 from tilewright.models.distill.divergences import DIVERGENCES, Teaching, divergences
 from tilewright.models.distill.kept_loss import kept_loss
 from tilewright.ops.base.labels import check_labels, summed_and_each

@@ -49,7 +49,7 @@ class Hub:
         the hub cannot be asked.
 
         Raises:
-            CheckpointError: see `resolve.find_model`.
+            CheckpointError: see `find_model.find_model`.
         """
         from huggingface_hub import errors
 

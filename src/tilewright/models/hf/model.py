@@ -40,7 +40,7 @@ from tilewright.models.hf.attentions import attention_in
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache, why_no_pieces, why_not_joined
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments, in_packed_rows
-from tilewright.models.hf.probe import InputStyle, check_taught, probe_language_model, short_images, short_texts
+from tilewright.models.hf.probe_packing import InputStyle, check_taught, probe_language_model, short_images, short_texts
 from tilewright.models.hf.save import save_folder
 from tilewright.ops.base.compile import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels

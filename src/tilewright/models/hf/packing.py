@@ -1,6 +1,6 @@
 """Packed rows as arguments of a Hugging Face model's forward: positions, block masks, or documents as rows.
 
-Which of them a model honours is found out by `probe`.
+Which of them a model honours is found out by `probe_packing`.
 
 Legend: B rows  S positions  P documents  L tokens of the longest document.
 """
@@ -32,7 +32,7 @@ def forward_arguments(
     """Keyword arguments of a Hugging Face model's forward for packed rows, besides `input_ids`.
 
     Args:
-        documents: see `probe.InputStyle`; with "rows" the rows are documents already.
+        documents: see `probe_packing.InputStyle`; with "rows" the rows are documents already.
         positions_BS, segments_BS: of packed rows; None where each row is one document.
     """
     arguments: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from tilewright.models.base.protocols import ALL_WHOLE, InitialValues
 from tilewright.models.decoder.hf_weights import copy_stored
 from tilewright.models.folder.fp8_weights import find_weights
 from tilewright.models.folder.safetensors import INDEX, SINGLE, scan_folder
-from tilewright.models.hf.conversion import converted_values
+from tilewright.models.hf.convert_weights import converted_values
 from tilewright.models.hf.load import draw_module, load_hf, weight_owners
 from tilewright.models.hf.model import HFModel
 from tilewright.ops.base.code_modules import named_constants

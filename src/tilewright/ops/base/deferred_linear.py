@@ -75,5 +75,5 @@ def _no_second() -> ConfigError:
         "Layers whose weight gradients may wait have no second derivative",
         got="a gradient of a gradient (create_graph=True, a gradient penalty)",
         need="layers without a queue of weight gradients",
-        try_="tilewright.precision.mixed.deferred.detach(model)",
+        try_="tilewright.precision.mixed.gradient_queues.detach(model)",
     )

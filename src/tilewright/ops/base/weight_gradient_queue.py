@@ -2,7 +2,7 @@
 
 Zero-bubble schedules of pipelines fill their idle time with them.
 
-    queue = WeightGradientQueue()  # one per model or stage, given to its layers by `precision.mixed.deferred.attach`
+    queue = WeightGradientQueue()  # one per model or stage, given to its layers by `gradient_queues.attach`
     with queue.region():
         loss.backward()  # input gradients; weight gradients wait with what they are computed from
         queue.cut(0)  # what waits is micro-batch 0's
@@ -52,7 +52,7 @@ class WeightGradientQueue:
     """Of all that is held, a storage counted once."""
     eagerly: Callable[..., Tensor] | None = None
     """Calls a function with arguments, where torch's compiler ends its graph: it knows nothing of what waits. Set by
-    `precision.mixed.deferred.attach`; its import takes a second."""
+    `precision.mixed.gradient_queues.attach`; its import takes a second."""
     _open: bool = False
     _paused: int = 0
     _now: deque[tuple[nn.Parameter, Waiting]] = field(default_factory=deque)

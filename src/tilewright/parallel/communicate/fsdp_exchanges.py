@@ -4,7 +4,7 @@
     exchange_shards(model, AsyncCommunicator(group, axis="dp_shard", wire="fp8", traffic=traffic))
 
 Gradients are summed in the wire format. Parameters are gathered as they are, or as codes where their layers read no
-more (`coded`), and counted. torch calls these in its own streams on a GPU, and waits for each on a CPU.
+more (`coded_weights`), and counted. torch calls these in its own streams on a GPU, and waits for each on a CPU.
 """
 
 import time
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.core.log import get_logger
-from tilewright.parallel.communicate.coded import EXACT, GatheredPart, offsets
+from tilewright.parallel.communicate.coded_weights import EXACT, GatheredPart, offsets
 from tilewright.parallel.communicate.communicator import AsyncCommunicator
 from tilewright.parallel.communicate.traffic import Operation, whole_bytes, wire_name
 from tilewright.parallel.communicate.transport import GroupTransport, all_gather_rows, reduce_scatter_rows
 from tilewright.parallel.inside.experts.rank_experts import expert_meshes
 from tilewright.parallel.shard import fsdp_modules
-from tilewright.precision.assign.gathered import param_groups, reads_codes
+from tilewright.precision.assign.gather_dtype import param_groups, reads_codes
 
 log = get_logger(__name__)
 

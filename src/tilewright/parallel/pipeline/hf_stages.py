@@ -22,8 +22,8 @@ from tilewright.models.base.protocols import LayerContext, LossOutput
 from tilewright.models.hf.model import HFModel
 from tilewright.models.layerwise.hf_view import HFLayers, cut_hf, vacant_like
 from tilewright.ops.base.labels import IGNORED
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.staged import HeldLayers, ModelStage, Staged, StageWatch, Tie, unwatched
+from tilewright.parallel.pipeline.stage_base import HeldLayers, ModelStage, Staged, StageWatch, Tie, unwatched
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import Group
 
 if TYPE_CHECKING:  # it takes seconds to import

@@ -16,10 +16,10 @@ from tilewright.ops.base.tensor_parts import local
 from tilewright.ops.base.weight_gradient_queue import WeightGradientQueue
 from tilewright.parallel.communicate.traffic import TrafficCounter, wire_name
 from tilewright.parallel.launch import PIPELINES
-from tilewright.parallel.pipeline.staged import MicroBatch, Staged
+from tilewright.parallel.pipeline.stage_base import MicroBatch, Staged
 from tilewright.parallel.pipeline.torch_names import PassWatch, RaggedStage, Schedules
 from tilewright.parallel.shard import keep_fp32_sums
-from tilewright.precision.mixed.deferred import attach
+from tilewright.precision.mixed.gradient_queues import attach
 
 
 @dataclass

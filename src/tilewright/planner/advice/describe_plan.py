@@ -20,7 +20,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     Args:
         planner: may choose what the command may.
         budget: in which nothing fits.
-        changes: from `changes.cheapest_changes`.
+        changes: from `recipe_changes.cheapest_changes`.
     """
     # Three smallest plans: in the given budget, and with host or disk as large as it takes.
     least = planner.smallest(budget)

@@ -8,10 +8,10 @@ the schedule has under way on the first rank, as if they were one. Its seconds a
 from collections import Counter
 from dataclasses import replace
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import memory_plan_of
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.model.model_shape import ModelShape
 from tilewright.planner.plan import Budget, Plan

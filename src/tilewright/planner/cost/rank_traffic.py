@@ -34,7 +34,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.parallel import WireName
 from tilewright.models.decoder.activation_bytes import role
 from tilewright.parallel.communicate.wire_messages import TILE, row_bytes
-from tilewright.parallel.inside.tensor.cuts import cuts_vocabulary
+from tilewright.parallel.inside.tensor.matrix_cuts import cuts_vocabulary
 from tilewright.planner.cost.operations import Operation
 from tilewright.planner.cost.rank_share import FP32, Shards
 from tilewright.planner.model.model_shape import LayerClass, ModelShape

@@ -1,9 +1,9 @@
 """How many layers of each group take which option, so that a step is fastest within the budgets at every phase.
 
 Pure arithmetic over bytes and seconds; what they stand for is `planner.cost.layer_choices`. A count for each option of
-each group, in a program of whole numbers (`core.mip`). Options that another one beats in everything are dropped
-before.
-The optimum equals that of brute force on every case small enough to enumerate (tests/planner/test_solve.py).
+each group, in a program of whole numbers (`core.integer_program`). Options that another one beats in everything are
+dropped before. The optimum equals that of brute force on every case small enough to enumerate
+(tests/planner/test_solve.py).
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from tilewright.core.mip import NODES, PATIENCE_S, Column, LinearRow, minimise
+from tilewright.core.integer_program import NODES, PATIENCE_S, Column, LinearRow, minimise
 from tilewright.planner.cost.operations import Holding
 
 Transient = Literal["none", "forward", "backward"]

@@ -10,7 +10,7 @@ passes all micro-batches through these.
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import LayerMemory
-from tilewright.models.distill.chunks import rows_at_once
+from tilewright.models.distill.chunked_loss import rows_at_once
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links
 from tilewright.planner.cost.layer_cost import forward_s
 from tilewright.planner.machine.ceilings import Ceilings

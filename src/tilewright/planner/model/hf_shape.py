@@ -27,7 +27,7 @@ from tilewright.planner.model.roofline import element_passes, walked
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.planner.trace.byte_counter import GemmKind, flops_of
 from tilewright.planner.trace.layer_trace import Measures, TracedTraffic
-from tilewright.planner.trace.trace import ModelCalls, Trace, Tracer, Untraceable
+from tilewright.planner.trace.model_trace import ModelCalls, Trace, Tracer, Untraceable
 from tilewright.precision.policy.policy import Policy
 
 EAGER = "activations are those of eager layers; compiled ones keep less"

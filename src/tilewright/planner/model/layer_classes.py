@@ -21,7 +21,7 @@ from tilewright.planner.model.decoder_shape import decoder_shape
 from tilewright.planner.model.hf_shape import foreign_shape, trace_twice
 from tilewright.planner.model.model_shape import ModelShape, TeacherShape
 from tilewright.planner.model.skeleton import Skeleton, check_checkpointing, skeleton_of
-from tilewright.planner.trace.trace import ModelCalls, Trace
+from tilewright.planner.trace.model_trace import ModelCalls, Trace
 from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.precision.policy.schedule import ModeSchedule
 

@@ -271,7 +271,7 @@ class Weights:
             storage: format by parameter, from `ConversionPlan.storage`; FP32 for all others.
             seen: identities of tensors that were counted already; grows.
             matrices: of the model's hidden layers.
-            narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gathered`).
+            narrow: linear layers whose weight is gathered in 16 bits (`precision.assign.gather_dtype`).
             spread: of modules in experts how many ranks hold other ones, which share of all each holds besides, how
                 many times as many share them, and how many are in one tensor.
             coded: linear layers whose weight ranks send as codes.

@@ -19,10 +19,10 @@ from tilewright.models.decoder.moe import MoE
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.inside.experts.stacked import stacked_experts
 from tilewright.parallel.inside.tensor.cut_hf_model import cut_shapes
-from tilewright.parallel.inside.tensor.cuts import config_on_rank
+from tilewright.parallel.inside.tensor.matrix_cuts import config_on_rank
 from tilewright.planner.model.part_weights import Weights
 from tilewright.precision.assign.conversion_plan import ConversionPlan, decide_all
-from tilewright.precision.assign.gathered import coded_weights, narrow_weights
+from tilewright.precision.assign.gather_dtype import coded_weights, narrow_weights
 from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.lora.match_targets import matching
 from tilewright.precision.policy.policy import Policy
@@ -73,7 +73,7 @@ class Skeleton:
 
     def gathered_narrow(self, policy: Policy, kernels: Kernels) -> Collection[nn.Module]:
         """Linear layers of the skeleton whose weights ranks would gather in 16 bits; see
-        `precision.assign.gathered`."""
+        `precision.assign.gather_dtype`."""
         if not getattr(self.model, "uses_every_parameter", False):
             return ()
         found = narrow_weights(self.decided(policy).sites, kernels.machine.device, kernels)
@@ -81,7 +81,7 @@ class Skeleton:
         return found.keys() & inside
 
     def gathered_coded(self, policy: Policy, parallel: ParallelSection) -> Collection[nn.Module]:
-        """Linear layers of the skeleton whose weights ranks send as codes; see `parallel.communicate.coded`."""
+        """Linear layers of the skeleton whose weights ranks send as codes; see `parallel.communicate.coded_weights`."""
         if parallel.param_gather != "fp8":
             return ()
         return coded_weights(self.decided(policy).sites, power_of_two=policy.power_of_two)

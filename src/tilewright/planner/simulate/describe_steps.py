@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 
 from tilewright.core.units import format_seconds, format_share
-from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.ladder import Rung
+from tilewright.planner.simulate.schedule_formulas import Failures
 from tilewright.planner.simulate.simulated_step import SimulatedStep
 from tilewright.planner.simulate.step_case import SimulatedCase
 
@@ -37,7 +37,7 @@ def setting_of(case: SimulatedCase) -> str:
     """Describe the ranks and micro-batches of a simulated case.
 
     Example:
-        >>> from tilewright.parallel.pipeline.split import Pipeline
+        >>> from tilewright.parallel.pipeline.stage_split import Pipeline
         >>> setting_of(SimulatedCase(Pipeline(8), rows=4, count=32, speeds=(0.8,) + (1.0,) * 31))
         'pp 8 x dp 4, 32 micro-batches per row, rank 0 at 0.8'
     """

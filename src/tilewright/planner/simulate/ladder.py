@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tilewright.core.errors import ConfigError
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.document_lengths import Lengths
 from tilewright.planner.simulate.schedule_table import ScheduleTable
 from tilewright.planner.simulate.simulated_step import CAUSES, SimulatedStep, idle_by_cause

@@ -11,9 +11,9 @@ from typing import get_args
 from tilewright.core.config.sections.parallel import INTERLEAVED, V_SCHEDULES, ScheduleName
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.units import parse_bytes
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.planner.simulate.formulas import Failures
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.pass_costs import Link, Network
+from tilewright.planner.simulate.schedule_formulas import Failures
 from tilewright.planner.simulate.schedule_table import ScheduleTable
 from tilewright.planner.simulate.step_case import SimulatedCase
 

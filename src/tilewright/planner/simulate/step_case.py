@@ -12,7 +12,7 @@ import numpy as np
 
 from tilewright.parallel.pipeline.balance.assign import Places, WeighedDocuments, assign
 from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split, common_split
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.pass_costs import KindSeconds, Network, PassCosts, StepCosts, by_rank, ready_one_by_one
 
 Packing = Literal["padded", "fixed", "tokens", "cost"]

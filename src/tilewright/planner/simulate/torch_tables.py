@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tilewright.core.subprocess_call import ModuleWorker, answer, call_module
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.schedule_table import ScheduleTable, rows_text
 
 Asked = tuple[Pipeline, int]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.packing import forward_arguments
-from tilewright.models.hf.probe import REFUSALS, Documents, has_window
+from tilewright.models.hf.probe_packing import REFUSALS, Documents, has_window
 from tilewright.ops.base.code_modules import codes_of
 
 KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tilewright.precision.controller.controller_settings import ControllerSettings, check_budget
 from tilewright.precision.controller.groups import LEVELS, GemmGroup, GemmSite, Move, units_of
 from tilewright.precision.controller.layer_statistics import LayerStats, QuantStats
-from tilewright.precision.controller.settings import ControllerSettings, check_budget
 from tilewright.precision.controller.spikes import Spike, SpikeDetector
 from tilewright.precision.controller.thresholds import Finding, find
 

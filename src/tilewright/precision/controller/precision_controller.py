@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from tilewright.core.errors import ConfigError
 from tilewright.optim.gradients import gradient_values, total_norm
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.groups import LEVELS, GemmSite
 from tilewright.precision.controller.layer_statistics import QuantStats
 from tilewright.precision.controller.monitor import Monitor, all_reduce_worst, gemms_of
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.float8.linear import Float8Linear, float8_layers
-from tilewright.precision.float8.wiring import group_experts
+from tilewright.precision.float8.share_inputs import group_experts
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.precision.policy.schedule import FormatSchedule
 from tilewright.precision.snapshot import ModuleSnapshot

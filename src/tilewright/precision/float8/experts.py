@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from tilewright.formats.tiled import WithCopies
 from tilewright.ops.base.transforms import in_func_transform
 from tilewright.ops.base.weight_gradient_queue import queue_now
-from tilewright.precision.float8.fused import QuantizingSwiGLU
 from tilewright.precision.float8.gemm.derivatives import first_order_only
 from tilewright.precision.float8.gemm.input_cache import InputCopies
 from tilewright.precision.float8.gemm.operands import of_parts, parts_of, quantize_copies, tile_wgrad
 from tilewright.precision.float8.linear import Float8Linear
+from tilewright.precision.float8.quantizing_layers import QuantizingSwiGLU
 from tilewright.precision.policy.gemm_formats import Gemms
 
 

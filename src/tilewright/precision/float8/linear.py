@@ -77,7 +77,7 @@ class Float8Linear(Cast, nn.Linear):
     share: InputShare | None = None
     """Where layers side by side find each other's copies of the input. Set by `convert`."""
     weight_queue: WeightGradientQueue | None = None
-    """Where weight gradients may wait. Set by `mixed.deferred.attach`."""
+    """Where weight gradients may wait. Set by `mixed.gradient_queues.attach`."""
     keeps_weight: bool = False
     """FP8 data of the weight are kept between passes, where that is worth it; see `keep_weight`."""
     weight_store: Tensor | None = None

@@ -35,7 +35,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
-from tilewright.precision.float8.wiring import share_inputs
+from tilewright.precision.float8.share_inputs import share_inputs
 from tilewright.precision.lora.adapter import Adapted, attach, is_transposed
 from tilewright.precision.lora.match_targets import matching
 from tilewright.precision.lora.modules_to_save import (

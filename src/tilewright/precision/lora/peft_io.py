@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError
+from tilewright.models.folder.find_model import is_hub_name, split_name
 from tilewright.models.folder.json_file import read_json, write_json
-from tilewright.models.folder.resolve import is_hub_name, split_name
 from tilewright.models.folder.safetensors import mismatch_error, open_file
 from tilewright.precision.lora.adapter import is_transposed
 from tilewright.precision.lora.lora import adapted_layers, add_lora, scaling_of

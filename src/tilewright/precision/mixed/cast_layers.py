@@ -87,7 +87,7 @@ class CastLinear(Cast, nn.Linear):
     kernels: Kernels | None = None
     """Implementations of the operations; None takes torch's own linear, or its FP32 one (`ops.linear`)."""
     weight_queue: WeightGradientQueue | None = None
-    """Where weight gradients may wait. Set by `deferred.attach`."""
+    """Where weight gradients may wait. Set by `gradient_queues.attach`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._no_autocast(self._run, x)

@@ -32,7 +32,7 @@ class RowBlock(Block):
     are looked at in each call: what was written to them, put in their place or hooked on them counts."""
 
     cached_layer: Callable[..., Tensor]
-    """Set by `rows.attach`."""
+    """Set by `few_row_layers.attach`."""
     row_dtype: torch.dtype
     """That it was chosen for."""
 

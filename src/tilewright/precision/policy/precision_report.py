@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilewright.core.units import format_share
+from tilewright.precision.policy.format_shares import shares, shares_text
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy
-from tilewright.precision.policy.shares import shares, shares_text
 
 _SHOWN = 5
 """Parts that a sentence names."""

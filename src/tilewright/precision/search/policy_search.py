@@ -1,8 +1,8 @@
 """The fastest policy inside an error budget: which matmuls of which layers compute in FP8, solved exactly.
 
 A mixed-integer program, because quantisation is shared: an input is quantised once for all layers that read it, so the
-second of them is cheaper than the first (`core.mip`). Costs come from `loss_model`, seconds from `gemm_time`.
-Only fp8_tile and BF16 are chosen between. Read `SearchSpace`, then `fastest`.
+second of them is cheaper than the first (`core.integer_program`). Costs come from `loss_model`, seconds from
+`gemm_time`. Only fp8_tile and BF16 are chosen between. Read `SearchSpace`, then `fastest`.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.core.errors import FitError
-from tilewright.core.mip import NO_LIMIT, Column, LinearRow, minimise
+from tilewright.core.integer_program import NO_LIMIT, Column, LinearRow, minimise
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.search.gemm_time import UnitTime
 from tilewright.precision.search.layer_stats import SearchUnit

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import NumericsError
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.precision.float8.linear import Float8Linear, float8_layers
-from tilewright.precision.float8.wiring import group_experts, share_inputs
+from tilewright.precision.float8.share_inputs import group_experts, share_inputs
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch

@@ -6,7 +6,7 @@ Made from the events that `data.mixing` writes; None where nothing was mixed.
 from tilewright.core.units import format_share, perplexity
 from tilewright.report.figures.run_figures import LARGEST_EXPONENT, Figure
 from tilewright.report.run_data.clean_rows import number, number_tables
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.svg.charts import Mark, Series, line_chart
 
 _COLOURS = {"mix": 4, "mix_refused": 7}

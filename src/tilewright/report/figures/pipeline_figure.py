@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.units import format_share
-from tilewright.parallel.pipeline.balance.measured import MeasuredStep, RankStep
+from tilewright.parallel.pipeline.balance.measured_step import MeasuredStep, RankStep
 from tilewright.parallel.pipeline.balance.replay import CAUSES, Pass
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.run_data.clean_rows import number
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.svg.charts import Series, line_chart
 from tilewright.report.svg.gantt import TimedBar, gantt_chart
 

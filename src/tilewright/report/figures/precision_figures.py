@@ -1,19 +1,19 @@
 """The report's pictures of a precision controller: formats by layer and step, what the evidence was, every move.
 
-Made from what `precision.controller.log` reads of the run folder. Each function gives None where there was no
-controller.
+Made from what `precision.controller.controller_log` reads of the run folder. Each function gives None where there was
+no controller.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
 from tilewright.core.units import format_bits
+from tilewright.precision.controller.controller_log import History
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.layer_statistics import LayerStats
-from tilewright.precision.controller.log import History
 from tilewright.precision.policy.gemm_names import GEMM_NAMES
 from tilewright.report.figures.run_figures import Figure, domain_colours
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import compressor_lines, domain_bits, held_out_bits, part_note
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.svg.charts import Series, line_chart

@@ -11,7 +11,7 @@ from statistics import median
 
 from tilewright.core.units import format_perplexity, format_share, perplexity
 from tilewright.report.run_data.clean_rows import Row, number
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import (
     domain_losses,
     held_out_losses,

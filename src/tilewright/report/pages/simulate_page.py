@@ -16,9 +16,9 @@ from tilewright.planner.simulate.describe_steps import (
     ladder_verdict,
     setting_of,
 )
-from tilewright.planner.simulate.formulas import Failures
 from tilewright.planner.simulate.ladder import Rung
 from tilewright.planner.simulate.mesh.mesh_setting import counted
+from tilewright.planner.simulate.schedule_formulas import Failures
 from tilewright.planner.simulate.simulated_step import CAUSES, SimulatedStep
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.core.units import format_perplexity
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import domain_losses
 from tilewright.training.runlog.task_scores import BASE, RUN, TaskScore
 

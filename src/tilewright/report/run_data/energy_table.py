@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tilewright.core.units import format_joules, format_seconds, format_share
 from tilewright.energy.energy_record import ESTIMATED, MEASURED, EnergyRecord, in_words, joules_of, planned_in_words
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 
 PHASES = {
     "start": "Start: data, plan, model",

@@ -6,7 +6,7 @@ from typing import Any
 
 from tilewright.core.units import format_bytes, format_seconds, format_share
 from tilewright.report.run_data.clean_rows import Row, numbers
-from tilewright.report.run_data.collect import RunData, number
+from tilewright.report.run_data.collect_run import RunData, number
 from tilewright.report.run_data.traffic_table import AXES
 
 _SAME_AXIS = {"efsdp": "dp_shard", "data": "dp_replicate"}

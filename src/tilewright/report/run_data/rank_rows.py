@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.report.run_data.collect import Row, RunData, number
+from tilewright.report.run_data.collect_run import Row, RunData, number
 
 _SIZES = ("planned_bytes", "peak_bytes")
 COLUMNS = ("Rank", "Machine", "Step", "Waits", "Data", "Memory planned", "Memory measured")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.report.run_data.clean_rows import number
-from tilewright.report.run_data.collect import Row, RunData
+from tilewright.report.run_data.collect_run import Row, RunData
 
 TRIGGERS = {
     "calibration": "first measurement",

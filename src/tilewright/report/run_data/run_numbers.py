@@ -10,7 +10,7 @@ from statistics import fmean
 from tilewright.core.units import bits_per_byte
 from tilewright.data.dataset.compressors import pooled_bits
 from tilewright.report.run_data.clean_rows import Row, number, number_tables
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 
 TRAINING = ("forward", "backward", "update")
 """Phases of a training step that the memory tracker measures."""

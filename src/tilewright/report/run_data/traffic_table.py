@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilewright.core.units import format_bytes, format_seconds, format_share
-from tilewright.report.run_data.collect import Row, RunData, number
+from tilewright.report.run_data.collect_run import Row, RunData, number
 
 AXES = {
     "dp_shard": "shards",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from statistics import median
 
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import held_out, last_process_event
 from tilewright.report.svg.axes import format_number as num
 from tilewright.report.verdict.curve_levels import difference_error, levels, noise

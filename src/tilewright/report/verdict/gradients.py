@@ -4,7 +4,7 @@ from itertools import dropwhile
 from statistics import median
 
 from tilewright.report.run_data.clean_rows import Row
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import quarters, settled_norms
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.curve_levels import outliers

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.verdict import divergence, gradients, loss_rules, resources
 from tilewright.report.verdict.rule import NOTHING, Verdict, VerdictRule, VerdictState
 

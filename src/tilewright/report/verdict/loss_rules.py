@@ -3,7 +3,7 @@
 from itertools import takewhile
 from statistics import median
 
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import domain_losses, held_out_losses, quarters
 from tilewright.report.svg.axes import format_number as num
 from tilewright.report.svg.axes import format_percent

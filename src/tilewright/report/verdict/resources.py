@@ -7,7 +7,7 @@ from statistics import median
 
 from tilewright.core.units import format_bytes, format_seconds, format_share
 from tilewright.report.run_data.clean_rows import number
-from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import planned_peak, quarters, training_peak
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule

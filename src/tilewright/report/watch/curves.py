@@ -1,7 +1,8 @@
 """The metrics of a run as columns of doubles, and as few points as a chart can show.
 
 A number that was recorded and is not finite is NaN here, and a gap in the chart. A step that a resumed run writes again
-replaces the earlier one. Rules are those of `run_data.clean_rows` and `run_data.collect`, which read the whole files.
+replaces the earlier one. Rules are those of `run_data.clean_rows` and `run_data.collect_run`, which read the whole
+files.
 """
 
 from array import array
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.report.run_data.clean_rows import Row, eval_row, number
-from tilewright.report.run_data.collect import MOST_STEPS
+from tilewright.report.run_data.collect_run import MOST_STEPS
 from tilewright.report.run_data.run_numbers import held_out
 
 NAN = float("nan")

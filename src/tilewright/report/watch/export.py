@@ -38,7 +38,7 @@ def export_report(folder: Path) -> bytes:
 def main() -> None:
     """Write the page of the folder on the command line to standard output. Called in the child process."""
     from tilewright.report.page import render
-    from tilewright.report.run_data.collect import collect
+    from tilewright.report.run_data.collect_run import collect
 
     sys.stdout.buffer.write(render(collect(Path(sys.argv[1]))).encode("utf-8"))
 

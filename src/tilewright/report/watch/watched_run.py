@@ -10,9 +10,9 @@ import psutil
 
 from tilewright.core.units import format_seconds
 from tilewright.report.run_data.clean_rows import Row, clean, number
-from tilewright.report.run_data.collect import RecordedSetting, recorded_settings
+from tilewright.report.run_data.collect_run import RecordedSetting, recorded_settings
 from tilewright.report.watch.curves import Metrics
-from tilewright.report.watch.tail import JsonTail, NewRows
+from tilewright.report.watch.tail_jsonl import JsonTail, NewRows
 
 FRESH_S = 30.0
 """A run whose metrics were written within this time is running, whatever the lock file says."""

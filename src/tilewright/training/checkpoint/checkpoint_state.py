@@ -8,7 +8,7 @@ scale, clipping, data cursor, counters) as JSON:
 
 Tied parameters are held once, under their first name. Tensors are restored in place, so the model is never in memory
 twice. Of several ranks each saves and loads its shards of DTensors, on any mesh whatever the mesh that saved. The JSON
-is the first rank's; generators are each rank's own (`generators`). Writing and finding checkpoints is
+is the first rank's; generators are each rank's own (`random_generators`). Writing and finding checkpoints is
 `checkpoint_store`'s matter.
 """
 
@@ -31,11 +31,16 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.communicate.feedback import ErrorFeedback
 from tilewright.parallel.world import World
 from tilewright.precision.snapshot import host_states
+from tilewright.training.checkpoint.checkpoint_meta import read_meta
 from tilewright.training.checkpoint.checkpoint_store import CheckpointStore, read_tensors, stored_tensors
-from tilewright.training.checkpoint.generators import Stored, generator_tensors, set_generators, stored_generators
-from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.random_generators import (
+    Stored,
+    generator_tensors,
+    set_generators,
+    stored_generators,
+)
 from tilewright.training.executor.step_transaction import Stateful
-from tilewright.training.executor.summon import TensorAccess
+from tilewright.training.executor.summon_tensors import TensorAccess
 
 _MAX_DIFFERENCES = 5
 

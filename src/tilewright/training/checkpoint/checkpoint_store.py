@@ -30,14 +30,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tilewright.core.atomic_io import check_manifest, listed_files, remove_folder
 from tilewright.core.errors import CheckpointError
 from tilewright.parallel.world import World
-from tilewright.training.checkpoint.failures import (
+from tilewright.training.checkpoint.checkpoint_meta import checkpoints_in, name_of, step_of
+from tilewright.training.checkpoint.disk_failures import (
     DISK_ERRORS,
     RanksFailedError,
     is_full,
     on_all,
     short_reason,
 )
-from tilewright.training.checkpoint.meta import checkpoints_in, name_of, step_of
 from tilewright.training.checkpoint.tensor_index import (
     INDEX,
     IndexFormatError,
@@ -60,7 +60,7 @@ _PARTIAL = ".partial"
 _REJECTED = ".rejected"
 _PATIENCE = timedelta(days=1)
 """For which ranks that have written wait for one that has not. A rank that dies ends the wait at once; one that neither
-computes nor writes is seen in its record (`liveness.failure`), once training waits for the save too."""
+computes nor writes is seen in its record (`liveness.rank_failure`), once training waits for the save too."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, remove_folder, write_entries
 from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
-from tilewright.memory.offload.pinned import pinned_empty, unpin
+from tilewright.memory.offload.pinned_memory import pinned_empty, unpin
 from tilewright.ops.base.tensor_parts import local, place_of
 from tilewright.parallel.liveness.checksum import ReplicaDifference, checksum, find_differences
-from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
-from tilewright.training.checkpoint.meta import META
+from tilewright.training.checkpoint.checkpoint_meta import META
+from tilewright.training.checkpoint.disk_failures import DISK_ERRORS, disk_error, of_dcp, on_all
 from tilewright.training.checkpoint.tensor_index import INDEX, index_of
-from tilewright.training.executor.summon import Live
+from tilewright.training.executor.summon_tensors import Live
 
 
 class ReplicasDifferError(RuntimeError):

@@ -17,9 +17,9 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import GENERATION, write_stops
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
+from tilewright.models.folder.find_model import local_folder
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
-from tilewright.models.folder.resolve import local_folder
 from tilewright.parallel.agree import from_first
 from tilewright.parallel.communicate.whole_tensors import WholeTensors
 from tilewright.parallel.shard import in_parts
@@ -27,7 +27,7 @@ from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.checkpoint_state import TrainState
 from tilewright.training.components.model import meta_like
 from tilewright.training.components.tokenizer_files import TextRules, write_tokenizer
-from tilewright.training.executor.summon import Live
+from tilewright.training.executor.summon_tensors import Live
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`checkpoint.export_format` -> what the weights are cast to."""

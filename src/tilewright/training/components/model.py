@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.config.recipe import Recipe
@@ -38,7 +38,7 @@ from tilewright.models.build import (
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.distill.hidden import NAME as HIDDEN_LOSS
 from tilewright.models.distill.hidden import HiddenLoss, Pair, Target, pairs_of, with_projections
-from tilewright.models.folder.resolve import find_model, is_hub_name, is_pinned, local_folder, split_name
+from tilewright.models.folder.find_model import find_model, is_hub_name, is_pinned, local_folder, split_name
 from tilewright.models.hf.model import HFModel
 from tilewright.models.teacher_folder import find_teacher, stream_width
 from tilewright.ops.kernels import Kernels
@@ -264,7 +264,7 @@ def pinned(loaded: Loaded, run: Path | None = None, *, weights: bool = True) -> 
         weights: False: the configuration is enough, whatever the recipe does with the weights.
 
     Raises:
-        CheckpointError, HardwareError: see `models.folder.resolve.find_model`.
+        CheckpointError, HardwareError: see `models.folder.find_model.find_model`.
     """
     section = loaded.recipe.model
     if not is_hub_name(section.path):

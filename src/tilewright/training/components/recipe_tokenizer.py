@@ -5,7 +5,7 @@ from tilewright.core.config.sections.model import ModelSection
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.models.build import check_data
-from tilewright.models.folder.resolve import local_folder
+from tilewright.models.folder.find_model import local_folder
 
 
 def check_rows(recipe: Recipe) -> None:

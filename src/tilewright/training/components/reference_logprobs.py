@@ -23,7 +23,7 @@ from tilewright.data.common.progress import timed
 from tilewright.data.dataset.prepared_chat import PreparedChat
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import Model
-from tilewright.models.folder.resolve import local_folder
+from tilewright.models.folder.find_model import local_folder
 from tilewright.parallel.launch import in_turn, on_any
 from tilewright.parallel.world import World
 

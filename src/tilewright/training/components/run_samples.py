@@ -21,8 +21,8 @@ from tilewright.data.batches.stream import Stream
 from tilewright.data.dataset.open_built import built_at
 from tilewright.data.prepare import prepare
 from tilewright.parallel.pipeline.assignment import any_count
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.training.checkpoint.meta import META, checkpoints_in, read_meta, step_of
+from tilewright.parallel.pipeline.stage_split import Pipeline
+from tilewright.training.checkpoint.checkpoint_meta import META, checkpoints_in, read_meta, step_of
 from tilewright.training.runlog.run_folder import RunFolder
 
 
@@ -162,6 +162,6 @@ def _prepared(recipe: Recipe) -> Rows:
         wanted = {"task": recipe.model.task, "domains": data.domains, "seq_len": data.seq_len, "rows": data.rows}
         wanted |= {"image_size": data.image_size, "format": data.format}
         return prepare(data.source, **wanted, cache_dir=data.cache_dir, own_process=True)
-    from tilewright.training.components.dataset import prepare_data
+    from tilewright.training.components.recipe_data import prepare_data
 
     return prepare_data(recipe)

@@ -36,8 +36,8 @@ from tilewright.parallel.agree import any_of, gather, sum_over
 from tilewright.parallel.fill_shards import fill_from_meta
 from tilewright.parallel.parallelize import in_stages
 from tilewright.parallel.pipeline.microbatch_plan import StepPlan
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.staged import Staged, unwatched
+from tilewright.parallel.pipeline.stage_base import Staged, unwatched
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import World
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy, in_fp32
@@ -45,7 +45,7 @@ from tilewright.training.checkpoint.checkpoint_state import load_newest
 from tilewright.training.components.model import build_adapted
 from tilewright.training.components.teacher_rows import TeacherRows
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 
 _CHOOSING_BYTES = 32
 """Of each logit while tokens are chosen: four arrays in FP64."""

@@ -24,7 +24,7 @@ from tilewright.data.chat.template import ChatTemplate, stops_of
 from tilewright.data.common.guarded_tokenizer import reader_of
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER
-from tilewright.models.folder.resolve import local_folder
+from tilewright.models.folder.find_model import local_folder
 
 TEMPLATE = "chat_template.jinja"
 _DEFAULT = "default"

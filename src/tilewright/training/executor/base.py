@@ -28,7 +28,7 @@ from tilewright.precision.controller.precision_controller import PrecisionContro
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.step_transaction import Stateful, StepTransaction
-from tilewright.training.executor.summon import TensorAccess
+from tilewright.training.executor.summon_tensors import TensorAccess
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from tilewright.data.batches.microbatches import (
 )
 from tilewright.memory.layer_major.apply_plan import PlanApplier
 from tilewright.memory.layer_major.passes import LayerMajor
-from tilewright.memory.layer_major.replay import Replay
+from tilewright.memory.layer_major.replay_random import Replay
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
@@ -64,7 +64,7 @@ from tilewright.training.executor.step_transaction import (
     others_wait,
     partial_update,
 )
-from tilewright.training.executor.summon import TensorAccess
+from tilewright.training.executor.summon_tensors import TensorAccess
 
 Result = TypeVar("Result")
 

@@ -29,9 +29,9 @@ from tilewright.models.base import preference
 from tilewright.models.distill import loss as distill
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.communicate.traffic import wire_name
-from tilewright.parallel.pipeline.balance.passes import PassClock
+from tilewright.parallel.pipeline.balance.pass_times import PassClock
 from tilewright.parallel.pipeline.rank_passes import PipelineSteps
-from tilewright.parallel.pipeline.staged import Staged
+from tilewright.parallel.pipeline.stage_base import Staged
 from tilewright.parallel.world import World
 from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.base import ExecutorInputs

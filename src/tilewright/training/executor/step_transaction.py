@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import FitError, NumericsError
-from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.byte_tables import is_out_of_memory
 from tilewright.memory.tracking.malloc import trim_malloc
 from tilewright.optim.gradients import all_finite as values_finite
 from tilewright.parallel.agree import OnAllRanksError

@@ -30,13 +30,13 @@ from typing import Any
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import STEP_PHASES, MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.byte_tables import is_out_of_memory
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.planner.plan import Plan
 from tilewright.planner.replan import Replanner
 from tilewright.training.executor.base import Executor, StepResult
-from tilewright.training.hooks.base import Step, StepHook
 from tilewright.training.hooks.rank_agreement import Agreement
+from tilewright.training.hooks.step_hook import Step, StepHook
 from tilewright.training.planning.describe_memory_plan import loosest, tighter, words
 
 CUTS = 6

@@ -28,8 +28,8 @@ from tilewright.planner.advice.energy import flops_per_token, planned_energy
 from tilewright.planner.plan import Plan
 from tilewright.training.assemble import Components
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step, StepHook
-from tilewright.training.runlog import recorded
+from tilewright.training.hooks.step_hook import Step, StepHook
+from tilewright.training.runlog import recorded_tables
 from tilewright.training.runlog.run_folder import RunFolder
 
 PHASES = {"data": "steps", "evaluate": "evaluation", "samples": "evaluation", "save": "checkpoints", "export": "export"}
@@ -241,9 +241,9 @@ def counters_of(*, processors: bool, gpu: bool) -> tuple[tuple[Counter, ...], tu
 def _used_before(folder: Path) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Energy that the run has used before this process, and its unknown parts."""
     try:
-        table = recorded.read(folder / FILE)
+        table = recorded_tables.read(folder / FILE)
         if table is not None:
-            return recorded.checked(ENERGY, table, folder / FILE), ()
+            return recorded_tables.checked(ENERGY, table, folder / FILE), ()
         return EnergyUse().to_json() | {"machine_s": 0.0}, ()
     except DataError as error:
         return EnergyUse().to_json() | {"machine_s": 0.0}, (

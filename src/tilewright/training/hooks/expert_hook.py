@@ -18,7 +18,7 @@ from tilewright.parallel.inside.experts.rank_experts import places_of_mixtures
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 
 SETTLED = 20
 """Steps whose rows are counted before experts move by them."""

@@ -14,7 +14,7 @@ from tilewright.data.mixing.fixed_weights import Static
 from tilewright.data.mixing.mixer import Mixer
 from tilewright.data.mixing.mixing_policy import DomainSeen, MixEvaluation, change_line
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 
 HeldOutLosses = Callable[[int], Mapping[str, float]]
 """Number of a turn of held-out batches -> mean held-out loss by domain, over all ranks."""

@@ -8,8 +8,8 @@ from tilewright.data.mixing.choose_mixer import mixer_of
 from tilewright.data.mixing.mixing_policy import shares
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.executor.evaluate import evaluate
-from tilewright.training.hooks.base import StepHook
 from tilewright.training.hooks.mixing_hook import MixingHook
+from tilewright.training.hooks.step_hook import StepHook
 
 
 def mixing_hooks(setup: RunContext, parts: Components) -> tuple[StepHook, ...]:

@@ -26,7 +26,7 @@ from tilewright.parallel.pipeline.balance.balancer import Balanced
 from tilewright.parallel.pipeline.balance.cost_model import CostModel, StageWork, names_of
 from tilewright.parallel.pipeline.balance.fit_costs import CostFit
 from tilewright.parallel.pipeline.balance.layer_forms import LayerForm, kinds_of
-from tilewright.parallel.pipeline.balance.measured import (
+from tilewright.parallel.pipeline.balance.measured_step import (
     FILE,
     MeasuredStep,
     MicroBatchSize,
@@ -35,11 +35,11 @@ from tilewright.parallel.pipeline.balance.measured import (
 )
 from tilewright.parallel.pipeline.balance.replay import beside_s
 from tilewright.parallel.pipeline.balance.resplit import SplitCosts, SplitMove, worth
-from tilewright.parallel.pipeline.staged import Staged
+from tilewright.parallel.pipeline.stage_base import Staged
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.pipeline import PipelineExecutor
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 
 LEAST = 0.03
 """Share of a step's cost that another place would have by what was measured, from which on places follow it."""

@@ -13,8 +13,8 @@ from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor
-from tilewright.training.hooks.base import AfterStep, StepHook
 from tilewright.training.hooks.expert_hook import ExpertHook
+from tilewright.training.hooks.step_hook import AfterStep, StepHook
 from tilewright.training.hooks.sync_hook import GradSyncHook
 
 
@@ -58,7 +58,7 @@ def pipeline_hooks(
     """
     if section.pp == 1:
         return ()
-    from tilewright.parallel.pipeline.staged import Staged
+    from tilewright.parallel.pipeline.stage_base import Staged
     from tilewright.training.executor.pipeline import PipelineExecutor
     from tilewright.training.hooks.pipeline_hook import PipelineHook
 

@@ -18,16 +18,16 @@ from tilewright.core.units import format_share
 from tilewright.data.batches.microbatches import Batch, count_targets, first_rows, to_device
 from tilewright.models.base.protocols import Model, TrainableModel
 from tilewright.parallel.parallelize import backward_of
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.groups import GemmSite, Move
 from tilewright.precision.controller.precision_controller import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import set_mode
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.precision_report import ConversionReport
 from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule, lr_factor
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 from tilewright.training.runlog.recorder import MetricsLogger
 
 _SHOWN = 3

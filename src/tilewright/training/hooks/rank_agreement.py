@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
-from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.byte_tables import is_out_of_memory
 from tilewright.memory.tracking.tracker import step_peak
 from tilewright.parallel.agree import gather, named_ranks
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.executor.base import Executor, StepResult
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 from tilewright.training.runlog.rank_table import RankTable
 from tilewright.training.runlog.signals import StopRequest
 

@@ -7,7 +7,7 @@ from functools import partial
 import psutil
 import torch
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.planner.model.constraints import fuses, same_bits
@@ -15,7 +15,7 @@ from tilewright.training.assemble import Components, RunContext
 from tilewright.training.hooks.adaptive_replanner import AdaptiveReplanner
 from tilewright.training.hooks.rank_agreement import Agreement, planner_on_first
 from tilewright.training.planning.does_not_fit import changes_to_fit
-from tilewright.training.planning.resolve import fixed_by_user
+from tilewright.training.planning.resolve_plan import fixed_by_user
 from tilewright.training.runlog.recorder import MetricsLogger
 
 GROWTH = 0.03

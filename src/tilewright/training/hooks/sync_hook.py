@@ -15,7 +15,7 @@ from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.units import format_share
 from tilewright.parallel.communicate.gradient_sync import GradientSync
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 
 EVERY = 50
 """Steps between measurements; the first step is one."""

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.core.config.edit import on_machine, value_of
+from tilewright.core.config.change_recipe import on_machine, value_of
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
-from tilewright.planner.advice.changes import WORTH, Change, cheapest_changes, idle_memory
+from tilewright.planner.advice.recipe_changes import WORTH, Change, cheapest_changes, idle_memory
 from tilewright.planner.decide import decide, free_planner
 from tilewright.planner.plan import OF_A_LAYER, Plan
 from tilewright.planner.site import Site

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tilewright.core.config.edit import on_machine
+from tilewright.core.config.change_recipe import on_machine
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError, UnknownFitError
 from tilewright.core.units import format_bytes
-from tilewright.planner.advice.changes import Change, cheapest_changes, to_fit
 from tilewright.planner.advice.describe_plan import no_plan
+from tilewright.planner.advice.recipe_changes import Change, cheapest_changes, to_fit
 from tilewright.planner.decide import How, decide, free_planner, typed, typed_too, user_settings
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import FORMAT_FIELDS, Planner

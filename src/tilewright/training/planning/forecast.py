@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, cast
 
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.simulate.mesh.mesh_forecast import Forecast, forecast
 from tilewright.planner.simulate.schedule_table import ScheduleTable

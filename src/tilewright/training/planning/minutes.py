@@ -1,6 +1,6 @@
 """`train.minutes`: how many steps fit. The number is found once, and from then on the run is one of so many steps.
 
-    a fresh run                the first steps are timed and thrown away (`trial`); the number goes into run.toml
+    a fresh run                the first steps are timed and thrown away (`trial_steps`); the number goes into run.toml
     resumed, the same minutes  the number in run.toml, however fast steps are now
     resumed, other minutes     steps are timed from the checkpoint on, for the time that is left
 
@@ -15,7 +15,7 @@ from typing import Any
 import tomlkit
 
 from tilewright.core.config import setting_names
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError
 from tilewright.core.units import format_bytes
-from tilewright.memory.tracking.format import is_out_of_memory, phase_table
+from tilewright.memory.tracking.byte_tables import is_out_of_memory, phase_table
 from tilewright.memory.tracking.tracker import MemoryTracker
 
 

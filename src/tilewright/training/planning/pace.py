@@ -25,7 +25,7 @@ from tilewright.planner.model.roofline import BOUND_BY
 from tilewright.planner.plan import Plan
 from tilewright.planner.site import Site
 from tilewright.training.executor.base import StepResult
-from tilewright.training.hooks.base import Step, StepHook
+from tilewright.training.hooks.step_hook import Step, StepHook
 from tilewright.training.planning.minutes import long_run
 from tilewright.training.planning.off_plan import OFF, off_plan
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -15,7 +15,7 @@ from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, parse_bytes
 from tilewright.data.common.tokenizer import load_tokenizer
-from tilewright.planner.advice.sweep import largest
+from tilewright.planner.advice.plan_sweep import largest
 from tilewright.planner.cost.layer_choices import Links
 from tilewright.planner.cost.rank_share import Shards, check_shared
 from tilewright.planner.cost.storage_links import GUESSED_DISK
@@ -27,7 +27,7 @@ from tilewright.planner.site import Site, on_disk
 from tilewright.training.components.model import pinned
 from tilewright.training.components.recipe_tokenizer import check_rows, tokenizer_path
 from tilewright.training.planning.does_not_fit import nothing_fits
-from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.resolve_plan import plan_run
 
 GPUS = 8
 """In one machine, at most."""
@@ -254,8 +254,8 @@ def vocab_size_of(recipe: Recipe) -> int:
     source = Path(recipe.data.source).expanduser()
     if "://" in (first := next(iter(recipe.data.sources.values()), recipe.data.source)):
         from tilewright.data.dataset.remote.address import is_address
-        from tilewright.data.dataset.remote.open_far import far_vocabulary
-        from tilewright.training.components.dataset import streaming_of
+        from tilewright.data.dataset.remote.open_remote import far_vocabulary
+        from tilewright.training.components.recipe_data import streaming_of
 
         if is_address(first):
             return far_vocabulary(first, streaming_of(recipe))

@@ -18,7 +18,8 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.setting_names import flat
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.launch import PIPELINES, on_first
-from tilewright.parallel.liveness.failure import (
+from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
+from tilewright.parallel.liveness.rank_failure import (
     Blame,
     RankEnd,
     RankFailedError,
@@ -28,8 +29,7 @@ from tilewright.parallel.liveness.failure import (
     is_timeout,
     speaks_for_others,
 )
-from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import World
 from tilewright.planner.cost.rank_share import check_shared
 from tilewright.planner.plan import Plan

@@ -256,7 +256,7 @@ class RunLog:
 
     def precision(self, *, step: int, **values: Any) -> None:
         """Append to precision.jsonl a sample, a move or a refused move of the precision controller
-        (`precision.controller.log` reads them)."""
+        (`precision.controller.controller_log` reads them)."""
         self._precision = self._precision or JsonLines(self._precision_path)
         self._precision.append({"step": step, **values})
 

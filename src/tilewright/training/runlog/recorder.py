@@ -18,7 +18,7 @@ from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.training.executor.base import StepResult
 from tilewright.training.executor.evaluate import DomainLoss, pooled
 from tilewright.training.runlog.record_files import Counters, RunLog
-from tilewright.training.runlog.sample import TextSample
+from tilewright.training.runlog.sample_texts import TextSample
 from tilewright.training.runlog.train_progress import TrainProgress, step_line
 
 _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}

@@ -12,7 +12,8 @@ from tests.data.build.scores.texts import story
 from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.engine.build_settings import NoiseSection
-from tilewright.data.stages.scores.contrast import (
+from tilewright.data.stages.scores.corruptions import KINDS
+from tilewright.data.stages.scores.noise_contrast import (
     LEAST_FOR_LOSS,
     area,
     contrasts,
@@ -20,8 +21,7 @@ from tilewright.data.stages.scores.contrast import (
     train_contrast,
     verified,
 )
-from tilewright.data.stages.scores.corruptions import KINDS
-from tilewright.data.stages.scores.references import Piece
+from tilewright.data.stages.scores.reference_texts import Piece
 
 CLEAN = [story(seed) for seed in range(300)]
 

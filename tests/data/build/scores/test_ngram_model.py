@@ -12,7 +12,7 @@ from tests.data.build.corpora import prose
 from tests.data.build.scores.texts import story
 from tests.draws import examples
 from tilewright.data.stages.scores import ngram_model
-from tilewright.data.stages.scores.grams import LONGEST, blocks, hashed, mask, spaced
+from tilewright.data.stages.scores.byte_ngrams import LONGEST, blocks, hashed, mask, spaced
 from tilewright.data.stages.scores.ngram_model import NgramModel, bits_per_byte, probabilities, train_ngrams
 
 TEXT = st.text(st.characters(min_codepoint=1, max_codepoint=0x2FF), min_size=1, max_size=60).map(str.encode)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.data.build.corpora import build, digest, settings
 from tests.data.build.scores.texts import story, write_texts
-from tilewright.data.engine.executors.local_processes import LocalExecutor
+from tilewright.data.engine.executors.local_executor import LocalExecutor
 from tilewright.data.stages.scores.corruptions import KINDS
 
 NUM_STORIES, NUM_PLANTED = 360, 12

@@ -12,7 +12,7 @@ from tests.data.build.scores.texts import all_three, shouted, write_scored_corpu
 from tests.data.build.test_kill import kill_until_whole
 from tilewright.core.errors import DataError
 from tilewright.data.dataset.build_account import build_account
-from tilewright.data.engine.executors.local_processes import LocalExecutor
+from tilewright.data.engine.executors.local_executor import LocalExecutor
 
 pytest.importorskip("sklearn")
 

@@ -17,8 +17,8 @@ from tilewright.models.build import init_weights, random_values
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.fill_shards import shard_all, shard_from_meta
-from tilewright.parallel.inside.experts.copies import held_before
 from tilewright.parallel.inside.experts.rank_experts import hold_experts, mixtures
+from tilewright.parallel.inside.experts.redundant_experts import held_before
 from tilewright.parallel.liveness.checksum import checksum
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.shard import Sharding

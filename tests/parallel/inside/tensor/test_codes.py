@@ -15,7 +15,7 @@ from tests.ranks import on_ranks
 from tilewright.formats.tiled import WithCopies
 from tilewright.models.decoder.activation_bytes import Storage, layer_bytes, role, tile_bytes
 from tilewright.models.decoder.layers import rope_angles
-from tilewright.parallel.inside.tensor.cuts import config_on_rank
+from tilewright.parallel.inside.tensor.matrix_cuts import config_on_rank
 from tilewright.parallel.world import World
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.float8.linear import float8_layers

@@ -16,8 +16,8 @@ from tilewright.data.batches.microbatches import count_targets
 from tilewright.ops.base.tensor_parts import local, part_of
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.world import World
+from tilewright.precision.controller.controller_settings import ControllerSettings
 from tilewright.precision.controller.precision_controller import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.executor.standard import StandardExecutor
 

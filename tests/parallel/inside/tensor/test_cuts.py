@@ -12,7 +12,7 @@ from tests.models.shapes import KERNELS
 from tests.parallel.inside.tensor.cut import CONFIGS
 from tilewright.core.errors import ConfigError
 from tilewright.models.decoder.decoder import Decoder
-from tilewright.parallel.inside.tensor.cuts import check_cuts, config_on_rank, cut_dims
+from tilewright.parallel.inside.tensor.matrix_cuts import check_cuts, config_on_rank, cut_dims
 
 
 def on_meta(config):

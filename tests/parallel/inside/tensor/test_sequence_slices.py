@@ -11,7 +11,7 @@ from tests.parallel.inside.tensor.test_parity import check
 from tests.ranks import on_ranks
 from tilewright.models.decoder.activation_bytes import Storage, layer_bytes
 from tilewright.models.decoder.layers import rope_angles
-from tilewright.parallel.inside.tensor.cuts import config_on_rank
+from tilewright.parallel.inside.tensor.matrix_cuts import config_on_rank
 from tilewright.parallel.inside.tensor.sequence_slices import SequenceSlices, sliced_parameters
 
 pytestmark = pytest.mark.dist

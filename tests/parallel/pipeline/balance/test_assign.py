@@ -10,7 +10,7 @@ from tests.draws import examples
 from tilewright.parallel.pipeline.assignment import Room, check_assignment
 from tilewright.parallel.pipeline.balance.assign import RowShape, WeighedDocuments, assign, choose, in_order
 from tilewright.parallel.pipeline.balance.balancer import as_arrays
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 PIPELINES = (Pipeline(1), Pipeline(4), Pipeline(3, "gpipe"), Pipeline(3, "interleaved", 2), Pipeline(2, "zbv", 2))
 PIPELINES += (

@@ -8,8 +8,8 @@ from tests.models.shapes import KERNELS
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.parallel.pipeline.balance.layer_forms import LayerForm, kinds_of
-from tilewright.parallel.pipeline.split import Pipeline
-from tilewright.parallel.pipeline.stages import hold_stages
+from tilewright.parallel.pipeline.rank_stages import hold_stages
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.world import Group
 
 BASE = {"vocab_size": 16, "dim": 32, "num_heads": 2, "ffn_dim": 48}

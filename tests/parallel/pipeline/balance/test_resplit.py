@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split, common_split, rows_s, worth
 from tilewright.parallel.pipeline.bottleneck import Cut, PartWorker
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 
 def every_split(layers: int, stages: int):

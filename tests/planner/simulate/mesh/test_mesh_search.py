@@ -13,9 +13,9 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model
 from tilewright.parallel.communicate.wire_messages import row_bytes
-from tilewright.parallel.inside.tensor.cuts import check_cuts
+from tilewright.parallel.inside.tensor.matrix_cuts import check_cuts
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
 from tilewright.planner.simulate.mesh.cluster import cluster_of
 from tilewright.planner.simulate.mesh.mesh_model import MeshModel
@@ -142,7 +142,7 @@ def test_the_nearest_miss_is_that_of_all_settings(model):
 
 @pytest.mark.parametrize("model", ["gqa", "mla"])
 def test_matrices_are_cut_where_a_run_can_cut_them(model):
-    """As `parallel.inside.tensor.cuts` refuses what does not come out even."""
+    """As `parallel.inside.tensor.matrix_cuts` refuses what does not come out even."""
     latent = {"model.attention": "mla", "model.num_kv_heads": "0"} if model == "mla" else {"model.num_kv_heads": "4"}
     sizes = {"model.dim": "96", "model.num_heads": "12", "model.ffn_dim": "192", "model.head_dim": "8"}
     rates = rates_of(DENSE | latent | sizes | {"data.vocab_size": "512", "train.global_batch_size": "64"}, 32, "4x8")

@@ -8,10 +8,10 @@ import pytest
 
 from tests.planner.rates import GIB, make_machine, make_plan, make_rates, make_recipe
 from tests.planner.test_cost import MLA, MOE
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.memory_plan import KIND_OF
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.cost.rank_share import Gathered, Shards
 from tilewright.planner.cost.step_phases import CHECKPOINT, EVALUATE
 from tilewright.planner.model.layer_classes import ShapeFinder

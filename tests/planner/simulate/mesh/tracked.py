@@ -32,7 +32,7 @@ from tilewright.ops.backends.ref.low_bit_adam import factors
 from tilewright.ops.base.tensor_parts import part_of, zeros_beside
 from tilewright.ops.kernels import Kernels
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.parallel.shard import Sharding, shard
 from tilewright.planner.machine.gpu_specs import HOST_BYTES, find_published
 from tilewright.planner.simulate.mesh.mesh_model import MeshModel
@@ -40,7 +40,7 @@ from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
 from tilewright.planner.simulate.mesh.rank_memory import rank_memory
 from tilewright.planner.trace.fake_model import to_fake
 from tilewright.precision.assign.conversion_plan import decide_all
-from tilewright.precision.assign.gathered import settle
+from tilewright.precision.assign.gather_dtype import settle
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.components.optimizer import make_optimizer

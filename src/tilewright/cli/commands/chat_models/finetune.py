@@ -60,7 +60,7 @@ def finetune(ctx: click.Context, model: str, data: tuple[str, ...], how: str, pa
     with gc_paused():
         from tilewright.cli.commands.chat_models.tuned_recipe import check_shapes, tuned_recipe, with_passes
         from tilewright.data.dataset.prepared_text import PreparedData
-        from tilewright.training.components.dataset import prepare_data
+        from tilewright.training.components.recipe_data import prepare_data
 
     # 1. The recipe. Pairs of preferences are refused first: another recipe learns them.
     check_shapes(model, data, how, overrides(ctx))

@@ -1,7 +1,7 @@
 """The ways to fine-tune a model, each as `tilewright finetune` plans it on a machine, and the command that does it.
 
 Of the model its configuration is enough. What is planned is the command's own recipe with the command's own planning
-(`training.planning.resolve`), so its numbers are those that the run begins with.
+(`training.planning.resolve_plan`), so its numbers are those that the run begins with.
 """
 
 import shlex
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.cli.commands.chat_models.tuned_recipe import HOWS, tuned_recipe
-from tilewright.core.config.edit import changed, on_machine
+from tilewright.core.config.change_recipe import changed, on_machine
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError, TilewrightError
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
-from tilewright.models.folder.resolve import is_hub_name, missing_files
-from tilewright.planner.advice.changes import WORTH, Change, of_shards
+from tilewright.models.folder.find_model import is_hub_name, missing_files
+from tilewright.planner.advice.recipe_changes import WORTH, Change, of_shards
 from tilewright.planner.cost.rank_share import Shards
 from tilewright.planner.decide import decide, departures, typed_too, variants
 from tilewright.planner.model.layer_classes import ShapeFinder
@@ -31,7 +31,7 @@ from tilewright.training.planning.advice import as_settings
 from tilewright.training.planning.describe_memory_plan import words
 from tilewright.training.planning.does_not_fit import smallest_in_words
 from tilewright.training.planning.plan_request import PlanRequest, site_of
-from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.resolve_plan import plan_run
 
 _LONGEST = 200
 """Characters of a reason; transformers' own are paragraphs."""

@@ -50,7 +50,7 @@ def named_model(text: str) -> str | None:
         )
     if path.is_dir() and (path / _CONFIG).is_file():
         return text
-    from tilewright.models.folder.resolve import is_hub_name
+    from tilewright.models.folder.find_model import is_hub_name
 
     recipes = [str(file.with_suffix("")) for file in path.parent.glob("*.toml")]
     meant = difflib.get_close_matches(text, recipes, n=1, cutoff=0.8)  # the error of recipes then says which
@@ -74,7 +74,7 @@ def plan_model(model: str, typed: Sequence[str], options: "PlanRequest", *, as_j
     """
     from tilewright.cli.commands.chat_models.finetune_ways import lacking, ways
     from tilewright.data.common.progress import ProgressBar
-    from tilewright.models.folder.resolve import find_model
+    from tilewright.models.folder.find_model import find_model
     from tilewright.training.planning.plan_request import published_notes
 
     name = find_model(model, weights=False).name
@@ -222,7 +222,7 @@ def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
 
 def _remedies(found: "Sequence[Way]") -> str:
     """Settings that make ways of a model's plan fit, as the user types them."""
-    from tilewright.planner.advice.changes import words
+    from tilewright.planner.advice.recipe_changes import words
 
     typed = dict.fromkeys(words(way.remedy.settings) for way in found if way.remedy is not None)
     return ", or ".join(typed)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import CLI, Loaded, load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.data.chat.chat_rows import PREFERENCES
 from tilewright.data.corpus.chat import first_shape
 from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.models.build import kind_of
-from tilewright.models.folder.resolve import local_folder, split_name
+from tilewright.models.folder.find_model import local_folder, split_name
 from tilewright.training.components.model import pinned
 
 HOWS = ("lora", "lora_fp8", "full")

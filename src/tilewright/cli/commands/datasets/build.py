@@ -37,8 +37,8 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     from tilewright.cli.app import check_one_process
     from tilewright.data.common.progress import ProgressBar
     from tilewright.data.dataset.account import account_line
+    from tilewright.data.engine.build_dataset import build_dataset
     from tilewright.data.engine.build_settings import load_data_toml
-    from tilewright.data.engine.run import build_dataset
 
     # Processes under torchrun would each build the whole folder; those of `rank` share its units.
     if executor != "rank":
@@ -78,9 +78,9 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
 
 def _executor(name: str, processes: int | None) -> Any:
     """The executor of `data build` of that name, a context manager."""
-    from tilewright.data.engine.executors.local_processes import LocalExecutor
-    from tilewright.data.engine.executors.on_ray import RayExecutor
-    from tilewright.data.engine.executors.rank import RankExecutor
+    from tilewright.data.engine.executors.local_executor import LocalExecutor
+    from tilewright.data.engine.executors.rank_executor import RankExecutor
+    from tilewright.data.engine.executors.ray_executor import RayExecutor
 
     if name == "rank":
         if processes is not None:

@@ -148,7 +148,7 @@ def _none(folder: Path, kind: str, wanted: str) -> DataError:
 
 
 def _diff(here: dict[str, Any], there: dict[str, Any], as_json: bool) -> None:
-    from tilewright.data.dataset.diff import differences
+    from tilewright.data.dataset.diff_builds import differences
 
     found = differences(here, there)
     if as_json:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tilewright.cli.commands.outputs.parity_limits import ParityLimits, in_stacks, limits_of
 from tilewright.core import env
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.sections.expert_conflicts import expert_conflicts
@@ -28,7 +28,7 @@ from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.log import say
 from tilewright.core.subprocess_call import answer, answer_error, call_module
 from tilewright.parallel.mesh import DATA_AXES, MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 STEPS = 3
 _AXES = ("pp", *DATA_AXES, "tp", "ep")

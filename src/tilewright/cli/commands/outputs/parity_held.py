@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewright.memory.layer_major.replay import TopKChoices
+from tilewright.memory.layer_major.replay_random import TopKChoices
 from tilewright.models.base.preference import rows_of
 from tilewright.models.base.routers import find_routers
 from tilewright.models.decoder.moe import MoE, Router
 from tilewright.ops.base.tensor_parts import beside
-from tilewright.parallel.pipeline.staged import Staged
+from tilewright.parallel.pipeline.stage_base import Staged
 
 Arrays = Mapping[str, np.ndarray]
 

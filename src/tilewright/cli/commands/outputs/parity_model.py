@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.sections.model import ModelSection
 from tilewright.core.errors import TilewrightError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.log import say
 from tilewright.models.build import build_model, decoder_config
+from tilewright.models.folder.find_model import local_folder
 from tilewright.models.folder.json_file import read_json, write_json
-from tilewright.models.folder.resolve import local_folder
-from tilewright.models.folder.shrink import smaller
+from tilewright.models.folder.shrink_config import smaller
 from tilewright.ops.kernels import Kernels
 from tilewright.training.components.model import pinned
 from tilewright.training.components.recipe_tokenizer import tokenizer_path

@@ -20,7 +20,7 @@ def report(run: Path, open_: bool) -> None:
     RUN is a run folder or its name below `runs`; without it `runs/latest`.
     """
     from tilewright.report.page import write_report
-    from tilewright.report.run_data.collect import collect
+    from tilewright.report.run_data.collect_run import collect
     from tilewright.report.summary import learned
     from tilewright.report.verdict.judge import judge
 

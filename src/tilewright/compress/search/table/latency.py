@@ -23,7 +23,7 @@ from tilewright.models.decoder.cache import DecoderCache
 from tilewright.models.decoder.config import DecoderConfig, LayerShape
 from tilewright.models.decoder.layers import rope_angles
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.mixed import rows
+from tilewright.precision.mixed import few_row_layers
 
 _MOST_COPIES = 512
 
@@ -70,11 +70,11 @@ class Latency:
 
 
 def as_served(model: Any) -> Any:
-    """A decoder whose latency is that of serving, with layers for a few rows (`precision.mixed.rows`): a copy that
-    shares all tensors with the one given, which stays as it is."""
+    """A decoder whose latency is that of serving, with layers for a few rows (`precision.mixed.few_row_layers`): a copy
+    that shares all tensors with the one given, which stays as it is."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, tensors)
-    rows.attach(copied, detect_machine("cpu"))
+    few_row_layers.attach(copied, detect_machine("cpu"))
     return copied
 
 
@@ -132,7 +132,7 @@ def part_latency(
     machine = detect_machine("cpu")
     stack = [one, *(_copy(config, layer, shape, kernels) for _ in range(copies - 1))]
     for copied in stack:
-        rows.attach(copied, machine)
+        few_row_layers.attach(copied, machine)
     cache = DecoderCache(copies, 1, context + 1)
     x_BSD = torch.randn(1, context, config.dim, generator=torch.Generator().manual_seed(0))
     cos, sin = rope_angles(torch.arange(context + 1)[None], config.rope_dim, config.rope_theta)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.sections.refused import Refused, refused
+from tilewright.core.config.sections.parallel_conflicts import Refused, refused
 
 REFUSED_WITH_CODES: tuple[Refused, ...] = (
     (

@@ -5,7 +5,7 @@ from math import gcd
 
 from tilewright.core.config.model_conflicts import Conflict
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.sections.refused import Refused, refused
+from tilewright.core.config.sections.parallel_conflicts import Refused, refused
 
 REFUSED_WITH_TENSORS: tuple[Refused, ...] = (
     (

@@ -12,7 +12,7 @@ import numpy as np
 from tilewright.core.errors import DataError
 from tilewright.data.batches.build_rows import INDEX
 from tilewright.data.batches.mixture_order import Mixture, Picks
-from tilewright.data.batches.pack import Packing
+from tilewright.data.batches.pack_documents import Packing
 from tilewright.data.batches.token_rows import TextRows
 from tilewright.data.dataset.prepared_text import PreparedData
 from tilewright.data.dataset.remote.read_ahead import ReadAhead, Unreadable
@@ -20,7 +20,7 @@ from tilewright.data.dataset.remote.remote_dataset import RemoteDataset
 from tilewright.data.dataset.remote.shard_cache import ShardCache
 from tilewright.data.dataset.remote.shard_index import ShardIndex
 from tilewright.data.dataset.remote.shard_tokens import ShardTokens
-from tilewright.data.dataset.remote.windows import WindowedOrder
+from tilewright.data.dataset.remote.shard_windows import WindowedOrder
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from tilewright.data.batches.mixture_order import Mixture
 from tilewright.data.dataset.remote.address import DamagedFileError, Remote, SourceAwayError
 from tilewright.data.dataset.remote.shard_cache import ShardCache
 from tilewright.data.dataset.remote.shard_index import TokenShard
+from tilewright.data.dataset.remote.shard_windows import WindowedOrder
 from tilewright.data.dataset.remote.window_plan import WindowPlan
-from tilewright.data.dataset.remote.windows import WindowedOrder
 
 log = get_logger(__name__)
 

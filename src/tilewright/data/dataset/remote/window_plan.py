@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from tilewright.data.batches.mixture_order import BLOCK, Mixture
-from tilewright.data.dataset.remote.windows import WindowedOrder
+from tilewright.data.dataset.remote.shard_windows import WindowedOrder
 
 _MOST_BLOCKS = 64  # that are looked at in one call
 Window = tuple[int, int, int]

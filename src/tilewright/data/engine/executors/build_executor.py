@@ -1,15 +1,15 @@
 """The executor of a build: it runs the units of a stage, wherever it has processes.
 
 All run the same function on the same units, and units publish themselves whole, so the dataset is the same, byte for
-byte: from processes of this machine (`local_processes`), ranks that torchrun or Slurm started (`rank`), tasks of Ray
-(`on_ray`).
+byte: from processes of this machine (`local_executor`), ranks that torchrun or Slurm started (`rank_executor`), tasks
+of Ray (`ray_executor`).
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tilewright.data.engine.build_context import Context
-from tilewright.data.engine.stage import BuildStage
+from tilewright.data.engine.build_stage import BuildStage
 
 Unit = tuple[int, str]
 """Index and fingerprint."""

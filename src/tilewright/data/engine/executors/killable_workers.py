@@ -16,10 +16,10 @@ from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_files import Item
+from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import declared_settings
 from tilewright.data.engine.executors.build_executor import Done, Unit
 from tilewright.data.engine.executors.workers import make_unit, try_item
-from tilewright.data.engine.stage import BuildStage
 
 log = get_logger(__name__)
 

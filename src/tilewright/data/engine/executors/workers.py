@@ -5,9 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tilewright.data.engine.build_files import Item
-from tilewright.data.engine.stage import UnitWork
+from tilewright.data.engine.build_stage import UnitWork
 from tilewright.data.engine.unit_folders import Units
-from tilewright.data.stages.read import read_item
+from tilewright.data.stages.read_records import read_item
 
 
 def make_unit(root: str, stage: str, index: int, fingerprint: str, work: UnitWork, prefix: str = "") -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.records import Record, Rejected
-from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.media.captions import caption_of
 from tilewright.data.readers.media.log_mel import log_mel
+from tilewright.data.readers.parser_errors import PARSER_ERRORS, damage_of
 
 SILENCE_DB = -50.0
 """A frame of 20 ms with a quieter RMS, against full scale, is silence."""

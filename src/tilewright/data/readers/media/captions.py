@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tilewright.core.errors import is_of_machine
 from tilewright.data.readers.file_kinds import media_suffixes
-from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
-from tilewright.data.sources.walk import stat_key
+from tilewright.data.readers.text.decode_text import decode_text, wide_encoding_of
+from tilewright.data.sources.find_files import stat_key
 
 _TEXTS = ("caption", "transcript", "transcription", "sentence", "text", "description", "title")
 _ALTS = ("alt", "alt_text", "alttext")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.records import Record, Rejected
-from tilewright.data.readers.damage import PARSER_ERRORS, damage_of
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.media.captions import caption_of
+from tilewright.data.readers.parser_errors import PARSER_ERRORS, damage_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What Pillow may open. Others, such as EPS, start programs."""

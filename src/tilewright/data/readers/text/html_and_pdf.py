@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tilewright.data.readers.damage import PARSER_ERRORS, failure, only_damage
+from tilewright.data.readers.parser_errors import PARSER_ERRORS, failure, only_damage
 
 _DROP: str = "script style noscript template iframe svg button select textarea"
 _AROUND = "nav, aside, footer, form, body > header"

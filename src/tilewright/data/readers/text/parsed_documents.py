@@ -9,10 +9,10 @@ from tilewright.core.errors import HardwareError
 from tilewright.data.common.records import Rejected
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.parser_process import parser_process
-from tilewright.data.readers.text.detect import declared_encoding
-from tilewright.data.readers.text.encodings import Decoded, decode_text, wide_encoding_of
+from tilewright.data.readers.text.decode_text import Decoded, decode_text, wide_encoding_of
+from tilewright.data.readers.text.detect_encoding import declared_encoding
 from tilewright.data.readers.text.plain_text import Items, lost_lines, text_record
-from tilewright.data.sources.documents import looks_binary
+from tilewright.data.sources.source_parts import looks_binary
 
 
 def read_html(entry: Entry) -> Items:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tilewright.data.common.records import Record, Rejected
 from tilewright.data.readers.file_entry import Entry
-from tilewright.data.readers.text.detect import declared_encoding
-from tilewright.data.readers.text.encodings import decode_text, is_suspect, undo_mojibake, wide_encoding_of
-from tilewright.data.sources.documents import looks_binary
+from tilewright.data.readers.text.decode_text import decode_text, is_suspect, undo_mojibake, wide_encoding_of
+from tilewright.data.readers.text.detect_encoding import declared_encoding
 from tilewright.data.sources.file_lines import segment_lines
+from tilewright.data.sources.source_parts import looks_binary
 
 BLOCK_BYTES = 1 << 20
 """Text of a large file comes in records of about this size."""

@@ -9,17 +9,17 @@ from functools import partial
 
 from tilewright.core.units import format_bytes
 from tilewright.data.common.records import Record, Rejected
-from tilewright.data.readers.damage import PARSER_ERRORS, damage_of, failure
 from tilewright.data.readers.file_entry import Entry
+from tilewright.data.readers.parser_errors import PARSER_ERRORS, damage_of, failure
 from tilewright.data.readers.temporary_files import ScratchFile, ScratchFolder
-from tilewright.data.readers.text.encodings import begins_as_utf8, decode_text, wide_encoding_of
+from tilewright.data.readers.text.decode_text import begins_as_utf8, decode_text, wide_encoding_of
 from tilewright.data.readers.text.plain_text import BLOCK_BYTES, END_OF_FILE, Items, text_record
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import expands_too_much
-from tilewright.data.sources.documents import Part
 from tilewright.data.sources.file_lines import segment_lines, too_long
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.parquet_and_arrow import arrow_parts, parquet_parts
+from tilewright.data.sources.source_parts import Part
 
 _DELIMITER = {"csv": ",", "tsv": "\t"}
 

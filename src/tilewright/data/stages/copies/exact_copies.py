@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import Every, FoundValue, Same
 from tilewright.data.engine.hash_ranges import num_ranges, read_range, slice_of, write_ranges
 from tilewright.data.engine.record_tables import batches
-from tilewright.data.engine.stage import BuildStage
 from tilewright.data.stages.stage_order import before_copies
 
 KEY = np.dtype([("key", "<u8"), ("more", "<u8"), ("doc", "<u8")])

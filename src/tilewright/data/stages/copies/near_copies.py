@@ -15,10 +15,10 @@ import numpy as np
 import xxhash
 
 from tilewright.data.common.npy_writer import NpyWriter
+from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import AddedSetting, Every, FoundValue, Same, one_unit, per_shard
 from tilewright.data.engine.hash_ranges import read_range, read_rows
-from tilewright.data.engine.stage import BuildStage
-from tilewright.data.stages.chat.settings import TEXT
+from tilewright.data.stages.chat.chat_settings import TEXT
 from tilewright.data.stages.copies import sketches
 from tilewright.data.stages.copies.exact_copies import DROP, doc_of, drops_of, exact_ranges, row_of, shard_of
 from tilewright.data.stages.copies.minhash import components, shingle_hashes

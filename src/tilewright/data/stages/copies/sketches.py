@@ -15,10 +15,10 @@ import numpy as np
 
 from tilewright.data.common.hashing import hash64, mix64
 from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import Every, FoundValue, Same, per_shard
 from tilewright.data.engine.hash_ranges import num_ranges, read_range, write_ranges
 from tilewright.data.engine.record_tables import batches
-from tilewright.data.engine.stage import BuildStage
 from tilewright.data.stages.copies.exact_copies import doc_of, drops_of, exact_ranges, num_records, row_of
 from tilewright.data.stages.copies.minhash import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of
 from tilewright.data.stages.kept_records import survivors

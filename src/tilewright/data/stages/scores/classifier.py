@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.stages.scores.grams import blocks, hashed, inside, spaced, sums
+from tilewright.data.stages.scores.byte_ngrams import blocks, hashed, inside, spaced, sums
 
 LENGTHS = (2, 3, 4, 5)
 """Bytes of the grams."""

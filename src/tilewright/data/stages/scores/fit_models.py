@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from tilewright.core.errors import DataError
 from tilewright.data.engine.build_files import Listing
 from tilewright.data.stages.scores.classifier import load_quality, train_quality
-from tilewright.data.stages.scores.contrast import joined, train_contrast, verified
 from tilewright.data.stages.scores.keep_by_score import Scorer
 from tilewright.data.stages.scores.ngram_model import NgramModel, bits_per_byte, train_ngrams
-from tilewright.data.stages.scores.references import (
+from tilewright.data.stages.scores.noise_contrast import joined, train_contrast, verified
+from tilewright.data.stages.scores.reference_texts import (
     Piece,
     corpus_sample,
     folder_sample,

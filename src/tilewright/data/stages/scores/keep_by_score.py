@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.common.filter import DropReason
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.npy_writer import NpyWriter
+from tilewright.data.common.record_filter import DropReason
 from tilewright.data.engine.record_tables import REJECTS, TableWriter, batches, rows
 from tilewright.data.stages.copies.sketches import surviving_texts
 from tilewright.data.stages.kept_records import KEPT, reject_of
-from tilewright.data.stages.scores.references import digests_of
+from tilewright.data.stages.scores.reference_texts import digests_of
 
 Scorer = Callable[[Sequence[bytes], np.ndarray], np.ndarray]
 """Scores, float64 [texts], of UTF-8 texts and their digests (uint64)."""

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tilewright.data.stages.scores.grams import LONGEST, blocks, hashed, inside, mask, packed, spaced, sums
+from tilewright.data.stages.scores.byte_ngrams import LONGEST, blocks, hashed, inside, mask, packed, spaced, sums
 
 MOST_GRAMS = 1 << 20
 """Of one order; of more the most frequent stay."""

@@ -23,11 +23,11 @@ from tilewright.core.errors import DataError
 from tilewright.data.common.hashing import hash64
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_settings import SplitSection
+from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import AddedSetting, Every, FoundValue, NoEffect, Only, one_unit
 from tilewright.data.engine.record_tables import batches, rows
-from tilewright.data.engine.stage import BuildStage
 from tilewright.data.sources.path_purpose import wanted_build
-from tilewright.data.stages.chat.settings import TEXT
+from tilewright.data.stages.chat.chat_settings import TEXT
 from tilewright.data.stages.copies.exact_copies import doc_of, row_of, shard_of
 from tilewright.data.stages.copies.minhash import components
 from tilewright.data.stages.split.divide_clusters import divide_clusters, largest_share

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.engine.build_context import Context
+from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import Every, FoundValue, Same
 from tilewright.data.engine.hash_ranges import num_ranges, read_range, write_ranges
 from tilewright.data.engine.record_tables import batches
-from tilewright.data.engine.stage import BuildStage
-from tilewright.data.stages.text.repair_one import line_hash, repaired
+from tilewright.data.stages.text.repair_text import line_hash, repaired
 
 ROW = np.dtype([("key", "<u8"), ("count", "<u4")])
 _LINE_BYTES = 60  # of text per line, about: for the number of ranges

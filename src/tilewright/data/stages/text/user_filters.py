@@ -17,12 +17,12 @@ from typing import Any
 
 from tilewright.core.atomic_io import hash_file
 from tilewright.core.errors import ConfigError, DataError, is_of_machine
-from tilewright.data.common.filter import DropReason, RecordFilter
+from tilewright.data.common.record_filter import DropReason, RecordFilter
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_settings import FiltersSection
+from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import Same, StageInput
 from tilewright.data.engine.record_tables import REJECTS, TableWriter, record_of, rows
-from tilewright.data.engine.stage import BuildStage
 from tilewright.data.stages.kept_records import KEPT, reject_of
 from tilewright.data.stages.stage_order import before_filters
 

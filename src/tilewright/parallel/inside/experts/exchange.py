@@ -9,7 +9,7 @@ the rows of rank 0 first, in its order, then those of rank 1: one process with t
 another has the same rows in the same places, and the same codes where tiles of 8-bit formats go across rows. Backward
 sends gradients the same ways in reverse, so an expert has its gradient over the rows of all ranks in the group, and
 nothing is left to be summed over them. Of an expert that several ranks hold each gets as many of a rank's rows as the
-others, and their gradients are summed (`copies`).
+others, and their gradients are summed (`redundant_experts`).
 
 Rows travel in their own dtype, results and gradients always. With `dispatch="fp8"` the rows of the way there are E4M3
 with a power-of-two scale per 128 values of a row, 1 byte and 1/128 per value (`communicate.wire_messages`). What

@@ -22,7 +22,7 @@ from tilewright.parallel.inside.experts.placement import Orders, by_rank, orders
 from tilewright.parallel.inside.experts.stacked import spread_stack, stacked_experts
 from tilewright.parallel.launch import EXPERTS
 from tilewright.parallel.pipeline.hf_stages import StagedHF
-from tilewright.parallel.pipeline.staged import HeldLayers
+from tilewright.parallel.pipeline.stage_base import HeldLayers
 from tilewright.parallel.world import World
 
 

@@ -22,7 +22,7 @@ from tilewright.models.decoder.moe import MoE, RunTokens
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
 from tilewright.parallel.inside.tensor.cut_hf_model import check_foreign, cut_foreign
-from tilewright.parallel.inside.tensor.cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary, held_ends
+from tilewright.parallel.inside.tensor.matrix_cuts import check_cuts, cut_dims, cut_modules, cuts_vocabulary, held_ends
 from tilewright.parallel.inside.tensor.parameter_parts import (
     adapter_on_all,
     keep_parts,
@@ -62,7 +62,7 @@ def cut_tensors(model: Any, world: World, *, sequence_parallel: bool = False) ->
             a Hugging Face model each has all.
 
     Raises:
-        ConfigError: see `cuts.check_cuts`, and of a Hugging Face model `cut_hf_model.cut_foreign`.
+        ConfigError: see `matrix_cuts.check_cuts`, and of a Hugging Face model `cut_hf_model.cut_foreign`.
     """
     sizes, ranks = world.sizes, TensorRanks.of(world)
     if isinstance(model, HFModel):

@@ -23,7 +23,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.hf.model import HFModel
 from tilewright.parallel.inside.experts.stacked import TAKES, stacked_experts
 from tilewright.parallel.inside.tensor.collectives import TensorRanks
-from tilewright.parallel.inside.tensor.cuts import check_codes, cuts_vocabulary, uneven_rows
+from tilewright.parallel.inside.tensor.matrix_cuts import check_codes, cuts_vocabulary, uneven_rows
 from tilewright.parallel.inside.tensor.parameter_parts import (
     Cut,
     adapter_on_all,
@@ -34,7 +34,7 @@ from tilewright.parallel.inside.tensor.parameter_parts import (
     shape_along,
 )
 from tilewright.parallel.inside.tensor.sequence_slices import mark_partial
-from tilewright.parallel.inside.tensor.shapes import ShapeRanks
+from tilewright.parallel.inside.tensor.shape_ranks import ShapeRanks
 from tilewright.parallel.inside.tensor.vocabulary import HeadPart, cut_embedding
 from tilewright.parallel.pipeline.hf_stages import StagedHF
 from tilewright.parallel.world import World

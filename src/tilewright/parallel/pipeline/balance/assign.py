@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from tilewright.parallel.pipeline.assignment import Room
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 T = TypeVar("T")
 Places = list[list[list[int]]]

@@ -8,11 +8,11 @@ there; GPUs have published links, and hide what `simulated_step` says.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF, STEP_PHASES, Activations
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.cost.layer_choices import GlobalConfig
 from tilewright.planner.cost.rank_traffic import RankSpeed, RankTraffic, cut_traffic
 from tilewright.planner.machine.gpu_specs import TABLE

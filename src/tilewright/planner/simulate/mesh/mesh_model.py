@@ -1,8 +1,8 @@
 """A model on one machine, as a search over meshes asks for it: layers of a stage, weights of a rank, seconds.
 
-Under tensor parallelism a rank has the shape that a plan of one device gives it (`parallel.inside.tensor.cuts`): fewer
-heads, narrower layers, a part of the vocabulary, other tokens for experts. Experts that are spread do as much work on
-each rank: routing is taken for even.
+Under tensor parallelism a rank has the shape that a plan of one device gives it (`parallel.inside.tensor.matrix_cuts`):
+fewer heads, narrower layers, a part of the vocabulary, other tokens for experts. Experts that are spread do as much
+work on each rank: routing is taken for even.
 """
 
 import re
@@ -12,14 +12,14 @@ from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import Activations, LayerMemory
 from tilewright.models.build import decoder_config, spec_of
-from tilewright.parallel.inside.tensor.cuts import cuts_vocabulary
+from tilewright.parallel.inside.tensor.matrix_cuts import cuts_vocabulary
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.cost.layer_choices import GlobalConfig, Links
 from tilewright.planner.cost.layer_cost import GemmCost, LayerParts
 from tilewright.planner.cost.rank_share import Shards

@@ -13,15 +13,15 @@ from functools import cache, cached_property
 
 from tilewright.core.memory_plan import Activations
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.cost.layer_choices import state_bytes
-from tilewright.planner.simulate.formulas import in_flight_of_1f1b, in_flight_of_interleaved
-from tilewright.planner.simulate.mesh.layers import spread_layers
+from tilewright.planner.simulate.mesh.layers_over_stages import spread_layers
 from tilewright.planner.simulate.mesh.mesh_model import ShapeKey, StageLayers
 from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
 from tilewright.planner.simulate.mesh.rank_memory import Extra, InFlight, RankMemory, rank_memory
 from tilewright.planner.simulate.mesh.setting_space import Space
 from tilewright.planner.simulate.mesh.setting_step import FP32, MeshCosts, MeshRates, in_all
+from tilewright.planner.simulate.schedule_formulas import in_flight_of_1f1b, in_flight_of_interleaved
 from tilewright.planner.simulate.schedule_table import ScheduleTable
 from tilewright.planner.simulate.simulated_step import SimulatedStep
 from tilewright.planner.simulate.torch_tables import Asked, KeptTables

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 
 _MODES = {kind: mode for mode, kind in KIND_OF.items()}
 

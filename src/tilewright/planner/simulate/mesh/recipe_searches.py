@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilewright.core.config.edit import accepted, changed
+from tilewright.core.config.change_recipe import accepted, changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.planner.cost.step_phases import FRAGMENTS

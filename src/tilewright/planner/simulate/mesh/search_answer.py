@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import tomlkit
 
+from tilewright.core.config.change_recipe import changed
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.setting_names import nested
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share

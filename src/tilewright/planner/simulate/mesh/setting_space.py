@@ -14,7 +14,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import Activations
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.mesh.mesh_model import MeshModel
 from tilewright.planner.simulate.mesh.mesh_setting import MeshSetting
 

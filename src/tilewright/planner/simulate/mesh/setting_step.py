@@ -21,7 +21,7 @@ from typing import NamedTuple
 from tilewright.core.config.sections.parallel import WireName
 from tilewright.core.memory_plan import Activations
 from tilewright.parallel.mesh import MeshSizes
-from tilewright.parallel.pipeline.split import Pipeline
+from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.cost.rank_traffic import WIRE_SHARE, RankTraffic, cut_ends, cut_layer, routed_layer
 from tilewright.planner.model.part_weights import Weights
 from tilewright.planner.simulate.mesh.cluster import Cluster
