@@ -169,7 +169,7 @@ def test_a_conflict_is_left_out_where_its_fields_are_wrong_already(tmp_path):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("steps = 5\n", "steps is outside of a section"),
+        ("steps = 5\n", "steps is outside any section"),
         ("train = 5\n", "train is a section, not a value"),
         ("[train]\nsteps = true\n", "train.steps is not right"),
         ("[train]\nsteps = 2.5\n", "train.steps is not right"),

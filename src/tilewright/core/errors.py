@@ -141,7 +141,7 @@ class UnknownFitError(TilewrightError):
 
 
 class NumericsError(TilewrightError):
-    """A run stopped because its numbers went bad (NaN loss, scale at its floor)."""
+    """Numbers are wrong: a loss that is not finite, a loss scale at its floor, an export beyond its limits."""
 
     exit_code = EXIT_NUMERICS
 

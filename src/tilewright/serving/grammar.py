@@ -162,7 +162,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text that a grammar forces: by the tokenizer itself, if it puts no space before a text."""
+        """Token ids of a text that a grammar forces: the tokenizer's own, unless it adds a space in front; else the
+        longest tokens that fit, one after the other."""
         wanted = text if isinstance(text, bytes) else text.encode()
         ids = self._tokenizer.encode(wanted.decode("utf-8", "replace"))
         if b"".join(self.tokens[i] for i in ids) == wanted:

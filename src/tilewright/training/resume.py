@@ -57,8 +57,8 @@ def open_folder(
     name: str,
     world: World = World.alone(),  # noqa: B008 (frozen)
 ) -> tuple[RunFolder, Path | None]:
-    """Open the folder of a run to resume, locked, and where the run that was in it went with `checkpoint.resume =
-    "never"`.
+    """Open the folder of a run, locked; returns also where `checkpoint.resume = "never"` has moved the run that was in
+    it.
 
     Args:
         recipe: `[run]` says where; `[checkpoint]` whether to continue.

@@ -113,7 +113,7 @@ class Run:
         """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.
 
         Raises:
-            NumericsError: the numbers went bad; the last good state was saved.
+            NumericsError: the loss or its scale is not usable; the last good state was saved.
             FitError: the device's memory ran out; the newest checkpoint stays.
             CheckpointError: the last checkpoint could not be written.
         """

@@ -79,9 +79,9 @@ def cut(model: Any, units: UnitGroup, kept: Kept) -> Any:
 
 def _not_alike(kind: Kind, got: str) -> LayoutError:
     return LayoutError(
-        f"What {kind} are depends on their numbers",
+        f"Units of kind {kind} are not interchangeable in this model",
         got=got,
-        need="units that may stand at any number, as layers that are all alike",
+        need="units that work at any position, as layers that are all alike",
         try_="other kinds of unit; this one stays whole",
     )
 

@@ -105,7 +105,7 @@ def not_a_section(section: str, content: object, place: str, root: type[BaseMode
     else:
         try_ = f"did you mean [{near_section}]?" if near_section else ""
     return Problem(
-        f"Unknown section [{section}]" if isinstance(content, dict) else f"{section} is outside of a section",
+        f"Unknown section [{section}]" if isinstance(content, dict) else f"{section} is outside any section",
         got=got,
         need="" if try_ else "sections: " + ", ".join(known),
         try_=try_,

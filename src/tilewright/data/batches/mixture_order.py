@@ -30,8 +30,8 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class Picks:
-    """The samples that a mixture draws: index, domain (index), epoch and row inside the domain of each. int64 arrays of
-    one length."""
+    """The samples that a mixture draws: of each its index, its domain's index, the epoch and the row inside the
+    domain. int64 arrays of one length."""
 
     sample: np.ndarray
     domain: np.ndarray

@@ -157,7 +157,7 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels, coded: tuple[Tensor, Tens
 
 @torch.no_grad()
 def thaw(module: FrozenFloat8Linear, weight_MK: Tensor) -> None:
-    """Turn an `FrozenFloat8Linear` back into the layer that it was, with this weight as its parameter, frozen still."""
+    """Turn a `FrozenFloat8Linear` back into the layer that it was, with this weight as its parameter, still frozen."""
     del module.weight, module.weight_scale_inv
     plain = module.plain_class
     if plain is nn.Linear and "output_dtype" in vars(module):  # converted meanwhile: it must stay so

@@ -194,7 +194,7 @@ class PrecisionModes(StepHook):
         return f"{before} -> {mode} from step {step + 1} on"
 
     def refresh(self) -> None:
-        """Quantise the weights of a precision mode again from their present values."""
+        """Quantise the weights that the precision mode keeps as FP8 codes again, from their present values."""
         if self.weights is not None:
             self.weights.refresh()
 

@@ -202,7 +202,7 @@ def _remove_unread(folder: Path, ranks: int = 1) -> None:
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """Settings that must be the same on all ranks before they make groups; the watch compares them."""
+    """Settings that must be equal on all ranks before they make groups; the watch compares them."""
     digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
     return {"recipe": digest, "version of tilewright": __version__, "version of torch": torch.__version__}
 

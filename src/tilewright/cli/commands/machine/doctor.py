@@ -158,7 +158,7 @@ def _vectors(machine: Machine) -> str:
 def _measured(
     rates: "Ceilings | None", slow: dict[str, float], speeds: "dict[str, LinkSpeed]"
 ) -> list[tuple[str, str]]:
-    """Measured in `doctor`: rates that plans are made with, and the modes that are slower than fp32 by it."""
+    """Rows of `doctor` on measured rates, with which plans are made, and on modes that these make slower than fp32."""
     from tilewright.planner.cost.mode_speed import in_words
 
     if rates is None:

@@ -42,7 +42,7 @@ def unique_records(
         settings: duplicates.
         folder: gets the files.
         records: folders of the repaired records of all shards: a reject names the record that stays.
-        kept: folder with the side table of the shard's records that keep to the rules.
+        kept: folder with the side table of the shard's records that pass the rules.
         exact, near, images: folders that say what goes.
     """
     duplicates = settings.duplicates

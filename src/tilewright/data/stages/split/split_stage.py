@@ -66,7 +66,7 @@ class Refused:
         return DataError(
             "Too little text for a training and a held-out part",
             where=self.source,
-            got="\n".join([f"{num} records that keep to the rules and are no copies; dropped were:", *lines]),
+            got="\n".join([f"{num} records that pass the rules and are no copies; dropped were:", *lines]),
             need="two different records" + (", or one of a few hundred bytes" if self.format == TEXT else ""),
             try_="fewer or weaker rules than those that dropped most, or more files in read.source",
         )

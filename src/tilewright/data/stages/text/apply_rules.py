@@ -1,4 +1,4 @@
-"""Third stage: which records keep to the rules, and by which rule each other one goes.
+"""Third stage: which records pass the rules, and by which rule each other one is dropped.
 
 Every measure that a rule looks at goes into a histogram by domain, of all records that it was taken of.
 """
@@ -110,8 +110,8 @@ class LanguageFilter(RecordFilter):
 def apply_rules(
     index: int, settings: SimpleNamespace, folder: Path, *, records: Path, format: str
 ) -> Mapping[str, Any]:
-    """Apply the rules: judge the records of a shard; writes `kept.parquet`, `rejects.parquet` and `histograms.json`
-    into `folder`."""
+    """Judge the records of a shard by the rules, and write `kept.parquet`, `rejects.parquet` and `histograms.json` into
+    `folder`."""
     rules = settings.rules
     measured = ThresholdFilter(rules)
     spoken = LanguageFilter(rules) if rules.languages else None

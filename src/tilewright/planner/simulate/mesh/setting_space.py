@@ -115,8 +115,8 @@ class Space:
 
 
 def _cut(config: DecoderConfig | None) -> tuple[int, int]:
-    """Numbers that have to divide in the space of settings where matrices are cut: numbers of heads, and widths
-    (`parallel.inside.tensor`)."""
+    """Heads and widths of a decoder for the space of settings: what `tp` must divide, and what `tp` and shards together
+    must (`parallel.inside.tensor`)."""
     if config is None:
         return 1, 1
     if config.layers:
