@@ -1,4 +1,4 @@
-"""The products of an ONNX graph: operators on integers, and matmuls of weights that stay in FP32."""
+"""The matmuls of an ONNX graph, counted: operators on integers, and matmuls of weights that stay in FP32."""
 
 from collections import Counter
 

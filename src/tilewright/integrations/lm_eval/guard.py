@@ -1,4 +1,4 @@
-"""The harness without its traces: what it changes in this process is as it was, afterwards.
+"""What lm-evaluation-harness changes in this process, undone when it is through.
 
 It sets a variable at import, seeds three generators, and logs and warns as a program of its own.
 """

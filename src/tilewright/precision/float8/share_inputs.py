@@ -1,4 +1,4 @@
-"""Who shares the 8-bit copies of an input, and who makes them along with the input."""
+"""Which layers share the 8-bit copies of one input, and which module makes these together with the input."""
 
 from collections.abc import Iterable
 from typing import Any, cast

@@ -1,9 +1,9 @@
-"""Parameters in 16 bits have gradients in FP32, which torch's wrappers do not take. Said in words before DDP's backward
-pass fails ("Expected Half, got Float"), or FSDP2's makes gradients of 16 bits.
+"""Errors for 16-bit parameters under torch's DDP and FSDP2, which do not take their FP32 gradients: raised before DDP's
+backward pass fails ("Expected Half, got Float"), or FSDP2's makes gradients of 16 bits.
 
 A call of `fully_shard` on parameters of several dtypes (16-bit matrices with FP32 norms) fails in torch's own assertion
-("FSDP expects uniform original parameter dtype"), in a hook that comes before any code of the model. The words are a
-note of that error then.
+("FSDP expects uniform original parameter dtype"), in a hook that comes before any code of the model. The explanation is
+then a note of that error.
 """
 
 import sys

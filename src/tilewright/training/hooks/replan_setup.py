@@ -1,4 +1,4 @@
-"""A run's `AdaptiveReplanner`: what it may use, what it measures, whom it asks, whom it tells."""
+"""A run's `AdaptiveReplanner`: what it may use and measures, its planner and its log."""
 
 import time
 from collections.abc import Callable

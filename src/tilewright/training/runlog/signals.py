@@ -1,8 +1,8 @@
-"""Stopping in good order and starting again: signals, and what changed in the recipe since.
+"""Signals that stop a run in good order, and what has changed in the recipe when it starts again.
 
 SIGTERM and Ctrl-C finish the step, save, and end with exit code 0; a second Ctrl-C breaks off at once. So does the
 first one where it ended a compiler that the step needs.
-The checkpoint itself is found by `checkpoint` and read by `state`.
+The checkpoint itself is found by `checkpoint_store` and read by `checkpoint_state`.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""Processes of this machine."""
+"""The executor of a build on processes of this machine."""
 
 import multiprocessing
 import os

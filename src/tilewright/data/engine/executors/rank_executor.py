@@ -1,4 +1,4 @@
-"""Ranks that torchrun or a Slurm array started: each takes every world-th unit and waits for the others' files.
+"""The executor of a build on ranks of torchrun or Slurm: each takes every world-th unit, and waits for others' files.
 
 Ranks need nothing of each other but the folder. Files are read by a process of each rank, which may be killed.
 """

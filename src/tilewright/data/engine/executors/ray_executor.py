@@ -1,4 +1,5 @@
-"""Ray: each unit is a task with one processor, on a cluster or, where none is named, on a Ray of this machine.
+"""The executor of a build on Ray: each unit is a task with one processor, on a cluster or, where none is named, on a
+Ray of this machine.
 
 Ray retries nothing: a unit whose process or node is gone comes back, and is tried alone as with local processes. The
 files are read and written where they are, so every node must see them; that is checked before the first unit.

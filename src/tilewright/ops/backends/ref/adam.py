@@ -1,4 +1,4 @@
-"""The law of AdamW with FP32 or BF16 targets, one tensor at a time. See `ops.adam` for the formulas."""
+"""The reference for AdamW with FP32 or BF16 targets, one tensor at a time. See `ops.adam` for the formulas."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

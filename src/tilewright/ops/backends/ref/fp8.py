@@ -1,4 +1,4 @@
-"""The law for quantised operands, in plain torch: `formats` decides the bits, FP32 matmuls and sums.
+"""The reference for quantised operands, in plain torch: bits by `formats`, matmuls and sums in FP32.
 
 Legend: M, N rows  K columns  D features.
 """

@@ -1,4 +1,4 @@
-"""The law for INT8 matmuls: the codes multiplied as FP64 numbers, which holds every sum exactly.
+"""The reference for INT8 matmuls: the codes multiplied as FP64 numbers, which holds every sum exactly.
 
 Legend: M rows  N out features  K columns.
 """

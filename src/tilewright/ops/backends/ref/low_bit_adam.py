@@ -1,4 +1,4 @@
-"""The law of AdamW with moments in 8 bits, one tensor at a time. See `ops.adam`.
+"""The reference for AdamW with moments in 8 bits, one tensor at a time. See `ops.adam`.
 
 Legend: N elements  R rows  K elements of a row  B blocks of 128 of a row.
 """

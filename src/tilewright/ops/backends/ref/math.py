@@ -1,4 +1,4 @@
-"""The law: every operation in eager torch, in FP32 (FP64 for FP64 inputs), on any device.
+"""The reference for every operation: eager torch, in FP32 (FP64 for FP64 inputs), on any device.
 
 Slow and plain on purpose. All other candidates are tested against these, and `Kernels` falls back
 to them last. Legend: N tokens, K in features, M out features, V vocabulary, B batch, H heads,

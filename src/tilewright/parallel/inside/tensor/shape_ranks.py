@@ -1,4 +1,4 @@
-"""The ranks that hold other parts of a matrix, where there is none of them: for shapes, of which plans are made."""
+"""Stand-ins for the other ranks of `tp` where there is no process group: for shapes, of which plans are made."""
 
 import torch
 from torch import Tensor
