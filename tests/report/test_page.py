@@ -12,8 +12,7 @@ from tests.cover import covering
 from tests.report.conftest import write_run
 from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes, format_perplexity
-from tilewright.report.figures.precision_figures import bits_figure
-from tilewright.report.figures.run_figures import memory_bars_figure, perplexity_figure
+from tilewright.report.figures.run_figures import bits_figure, memory_bars_figure, perplexity_figure
 from tilewright.report.page import render, write_report
 from tilewright.report.run_data.collect_run import collect
 from tilewright.report.run_data.run_numbers import held_out_losses, settled_norms, total_tokens

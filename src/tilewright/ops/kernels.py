@@ -231,8 +231,9 @@ class Kernels:
         decay_BHS: Tensor,
         rate_BHS: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The kernel of linear attention of the next positions of one document, from the state that earlier ones left
-        (None: there are none), and the state after them [B, H, D, D] in FP32. No gradient is asked of it."""
+        """Compute linear attention of the next positions of one document by the kernel for them, from the state that
+        earlier ones left (None: there are none); returns the state after them too, [B, H, D, D] in FP32. No gradient is
+        asked of it."""
         if q_BHSD.shape[2] == 1:  # of one position, calls take the time
             return ref_linear.with_state(q_BHSD, k_BHSD, v_BHSD, decay_BHS, rate_BHS, state_BHDD)
         from tilewright.ops.backends import linear_attention  # it registers torch operators

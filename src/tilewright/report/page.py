@@ -15,7 +15,6 @@ from tilewright.report import summary, tables
 from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.mixing_figure import mixing_figure
 from tilewright.report.figures.pipeline_figure import pipeline_view
-from tilewright.report.figures.precision_figures import bits_figure
 from tilewright.report.run_data import before_after, rank_rows, replan_table
 from tilewright.report.run_data.collect_run import RunData, collect
 from tilewright.report.run_data.energy_table import energy_view
@@ -30,7 +29,7 @@ from tilewright.report.verdict.rule import VerdictState
 
 FIGURES = {
     "loss": run_figures.loss_figure,
-    "bits": bits_figure,
+    "bits": run_figures.bits_figure,
     "perplexity": run_figures.perplexity_figure,
     "mixing": mixing_figure,
     "norm": run_figures.norm_figure,

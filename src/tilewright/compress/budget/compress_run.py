@@ -241,7 +241,7 @@ class Compression:
             write_record(self.out, self.record)
 
     def _control(self, name: str, best: Mapping[str, Any] | None = None) -> None:
-        """Row of one control of a compression: of the run itself, or of a cut."""
+        """Train and measure one control of a compression, unless its row is there: of the run itself, or of a cut."""
         rows = self.record.setdefault("controls", {})
         key = name if best is None else f"{name}-{best['name']}"
         if key in rows:

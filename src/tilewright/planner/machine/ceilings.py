@@ -321,7 +321,7 @@ def _of_rounds(rounds: Sequence[Any], pick: Callable[[Sequence[float]], float]) 
 
 
 def _timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]], *, best: bool) -> dict[str, dict[int, Timed]]:
-    """Choose the timings of matmuls among several rounds: the median seconds, or the fewest."""
+    """Matmul ceilings from several rounds: of each format and width the median seconds, or the fewest."""
     pick = min if best else statistics.median
     return {
         fmt: {width: Timed.of_rounds([found[fmt][width] for found in rounds], pick) for width in row}

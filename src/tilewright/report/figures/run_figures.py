@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tilewright.core.units import format_perplexity, format_share, perplexity
+from tilewright.core.units import format_bits, format_perplexity, format_share, perplexity
 from tilewright.report.run_data.clean_rows import Row, number
 from tilewright.report.run_data.collect_run import RunData
 from tilewright.report.run_data.run_numbers import (
+    compressor_lines,
+    domain_bits,
     domain_losses,
+    held_out_bits,
     held_out_losses,
     not_finite,
     part_note,
@@ -49,6 +52,8 @@ MARKED = {
     "mix_refused": 7,
 }
 """Kinds of events drawn on the loss chart, and their colours."""
+_RULES = {"gzip": 6, "xz": 7}
+"""Colours of the compressors' lines, which no domain has."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,32 @@ def perplexity_figure(run: RunData) -> Figure | None:
     svg = line_chart(series, label="held-out perplexity by domain", y_label=y_label, log_y=True)
     reading = "A domain that rises while the others fall is being forgotten: more of its text (data.weights) helps."
     return Figure("Held-out perplexity by domain", svg, reading, legend, part_note(run))
+
+
+def bits_figure(run: RunData) -> Figure | None:
+    """Run figure of held-out bits per byte, of all text and by domain; None where targets are not text."""
+    points = held_out_bits(run)
+    if not points:
+        return None
+    domains = domain_bits(run)
+    by_name = {"all": points} | (domains if len(domains) > 1 else {})
+    colours = {"all": 0} | domain_colours(run)
+    series = [
+        Series(name, [step for step, _ in found], [bits for _, bits in found], colours[name])
+        for name, found in by_name.items()
+    ]
+    ended = {"all": held_out_bits(run, "eval_all")} | domain_bits(run, "eval_all")
+    legend = [(colours[name], name, format_bits((ended.get(name) or found)[-1][1])) for name, found in by_name.items()]
+    steps = [step for step, _ in points]
+    for name, bits in compressor_lines(run).items():
+        series.append(Series(f"{name} -9", [steps[0], steps[-1]], [bits, bits], _RULES[name], "rule"))
+        legend.append((_RULES[name], f"{name} -9", format_bits(bits)))
+    svg = line_chart(series, label="held-out bits per byte", y_label="bits per byte")
+    reading = (
+        "The size of the held-out text if the model compressed it: independent of the tokenizer, so comparable between "
+        "runs. Below the lines of gzip and xz a model has learned more than repetition."
+    )
+    return Figure("Held-out bits per byte", svg, reading, legend, part_note(run))
 
 
 def norm_figure(run: RunData) -> Figure | None:

@@ -216,7 +216,7 @@ def open_energy(section: EnergySection, world: World, folder: RunFolder, device:
 
 
 def counters_of(*, processors: bool, gpu: bool) -> tuple[tuple[Counter, ...], tuple[str, ...]]:
-    """Energy counters that this process reads, and why other parts of the machine are not counted.
+    """Counters of the energy hook in this process, and why other parts of the machine are not counted.
 
     Args:
         processors: of the machine, which one process reads.

@@ -257,7 +257,7 @@ def _usual(measured: MeasuredStep) -> MicroBatchSize:
 
 
 def _agreed_kinds(model: Staged, world: World) -> dict[int, list[str]]:
-    """The kind of each layer of each stage of the pipeline; all ranks call it."""
+    """Agree on the kind of each layer of each stage for the pipeline's hook; all ranks call it."""
     mine = {stage.index: [LayerForm.of(layer) for layer in stage.layers] for stage in model.stages}
     found: dict[int, list[LayerForm]] = {}
     for of_rank in gather(world.everyone.handle, mine):
