@@ -18,9 +18,10 @@ from tests.data.conftest import write_text
 from tests.draws import examples
 from tilewright.core.errors import DataError
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.common.records import LIMIT
 from tilewright.data.common.tokenizer import LONGEST_WORD, short_words, train_tokenizer
 from tilewright.data.corpus.read import collect
-from tilewright.data.dataset.account import LIMIT, account_line
+from tilewright.data.dataset.account import account_line
 from tilewright.data.prepare import prepare
 from tilewright.data.sources.find_files import find_files
 from tilewright.data.sources.source_parts import printable

@@ -113,7 +113,7 @@ def test_domains_that_are_empty_or_too_small(folder, tmp_path):
     (folder / "small").mkdir()
     (folder / "small" / "b.txt").write_text("a few words")
     found = outcome(folder, tmp_path / "out")
-    assert found["empty/a.txt"] == {"blank text"}
+    assert found["empty/a.txt"] == {"blank record"}
     assert found["small/b.txt"] == {"domain too small to hold a part out"}
 
 

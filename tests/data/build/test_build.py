@@ -43,7 +43,7 @@ def test_every_drop_has_its_reason(corpus, built):
     found = {(row["path"], row["rule"]) for row in rejects(built)}
     assert {
         ("prose/empty.txt", "empty file"),
-        ("prose/blank.txt", "blank text"),
+        ("prose/blank.txt", "blank record"),
         ("prose/short.txt", "min_words"),
         ("rows/image.bin", "file type is not read"),
         ("rows/rows.jsonl", "line is not JSON"),

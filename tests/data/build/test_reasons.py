@@ -37,7 +37,7 @@ def test_a_file_of_which_nothing_stays_has_the_reason_of_what_was_refused_in_it_
         "not in the wanted domains": (1, 0),
         "exact duplicate": (1, 1),
         "min_words": (1, 2),
-        "blank text": (1, 1),
+        "blank record": (1, 1),
         "empty file": (1, 0),
         "line is not JSON": (1, 5),
     }

@@ -27,7 +27,7 @@ def test_notebook(tmp_path):
     assert "y = 2" in one(write(tmp_path / "b.ipynb", json.dumps(old).encode())).text
     for bad in (b"{", b"[1]", b'{"cells": 3}', b'{"a": 1}', b"[" * 100_000, b"\xff\xfe\x00"):
         found = refusal(write(tmp_path / "c.ipynb", bad))
-        assert found.rule in ("damaged notebook", "blank text"), found
+        assert found.rule in ("damaged notebook", "blank record"), found
 
 
 def test_word_document(tmp_path):

@@ -175,7 +175,7 @@ def test_what_is_no_text_is_said(tmp_path):
     for name, data, rule in [
         ("a.txt", bytes(range(256)) * 4, "binary, not text"),
         ("a.txt", b"", "empty file"),
-        ("a.txt", b"  \n\n", "blank text"),
+        ("a.txt", b"  \n\n", "blank record"),
         ("a.key", b"-----BEGIN PRIVATE KEY-----\n", "file type is not read"),
     ]:
         (tmp_path / name).write_bytes(data)

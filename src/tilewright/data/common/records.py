@@ -12,6 +12,16 @@ import numpy as np
 
 Modality = Literal["text", "image", "audio"]
 
+BLANK = "blank record"
+DUPLICATE = "exact duplicate"
+EMPTY = "empty file"
+HALF_PAIR = "half a Unicode surrogate pair"
+LIMIT = "max_bytes reached"
+NO_DOMAIN = "not in the wanted domains"
+NOTHING = "nothing in it"
+TOO_SMALL = "domain too small to hold a part out"
+"""Reasons that recipes and builds share."""
+
 
 @dataclass(slots=True)
 class Record:

@@ -16,11 +16,14 @@ import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
 from tilewright.data.common.progress import ProgressBar
-from tilewright.data.common.records import Record, Rejected, rejected
-from tilewright.data.dataset.account import BLANK, DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
+from tilewright.data.common.records import BLANK, DUPLICATE, HALF_PAIR, LIMIT, NO_DOMAIN, Record, Rejected, rejected
+from tilewright.data.dataset.account import Account, PartRecord
+from tilewright.data.engine.build_settings import RepairSection
 from tilewright.data.sources.path_purpose import Wanted, better_format
 from tilewright.data.sources.source_parts import Part, Source, cut
+from tilewright.data.stages.text.repair_text import repaired
 
+_REPAIR = RepairSection(unicode="none")  # a run's text keeps its Unicode normal form
 _DRAINED_BYTES = 4 << 20  # text that is read on where a limit ended the reading inside a part, to say how much it was
 _SLACK = 0.003  # share of the limit that may stay unused: no further round of sharing for less
 
@@ -224,11 +227,10 @@ class _Sink:
         self._lengths: list[int] = []
 
     def clean(self, record: PartRecord, document: Record) -> bytes | None:
-        """UTF-8 with Unix line ends, no blank edges, no NUL; None for a blank text, a duplicate or broken Unicode."""
-        text = document.text.replace("\r\n", "\n").strip("\n")
-        if "\0" in text:
-            text = text.replace("\0", "").strip("\n")
-            self.account.note("NUL characters removed")
+        """UTF-8, repaired as a build repairs it; None for a blank text, a duplicate or broken Unicode."""
+        text, notes = repaired(document.text, _REPAIR)
+        for note in notes:
+            self.account.note(note)
         if not text or text.isspace():
             self.account.refuse(record, rejected(record.file, BLANK, num_bytes=_num_bytes(document)))
             return None
@@ -236,9 +238,7 @@ class _Sink:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             why, num_bytes = error.reason, _num_bytes(document)
-            self.account.refuse(
-                record, rejected(record.file, "half a Unicode surrogate pair", why, num_bytes=num_bytes)
-            )
+            self.account.refuse(record, rejected(record.file, HALF_PAIR, why, num_bytes=num_bytes))
             return None
         digest = xxhash.xxh3_128_digest(data)
         if digest in self._seen:

@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.units import format_bytes
-from tilewright.data.common.records import Rejected, rejected
+from tilewright.data.common.records import NOTHING, TOO_SMALL, Rejected, rejected
 from tilewright.data.sources.source_parts import Part, Source, printable
-
-LIMIT = "max_bytes reached"
-NO_DOMAIN = "not in the wanted domains"
-DUPLICATE = "exact duplicate"
-BLANK = "blank record"
-TOO_SMALL = "domain too small to hold a part out"
 
 _MOST_ROWS = 1000  # of one reason in the list of rejects; the rest are one row
 _MOST_REASONS = 25  # in a summary, and as many types; the rest are one
@@ -96,7 +90,7 @@ class Account:
         for record in self.records.values():
             if record.domain in domains and record.documents:
                 self.count(record, TOO_SMALL, record.documents, record.text_bytes)
-                record.documents, record.text_bytes, record.reason = 0, 0, TOO_SMALL
+                record.documents, record.text_bytes = 0, 0
         for domain in domains:
             self._list(rejected(domain, TOO_SMALL))
 
@@ -152,7 +146,7 @@ class Account:
         # 1. Files. One without a used document is refused whole, for the first reason; its type is counted apart.
         used_files, used_bytes = 0, 0
         for file, size, records in self._by_file():
-            whole = _reason_of(records, self._file_reason.get(_shown(file), "no text in it"))
+            whole = _reason_of(records, self._file_reason.get(_shown(file), NOTHING))
             used_files += not whole
             if kind := file_type(whole):
                 whole = TYPES

@@ -14,8 +14,7 @@ from typing import Any
 import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine, machine_error
-from tilewright.data.common.records import Rejected
-from tilewright.data.dataset.account import LIMIT, NO_DOMAIN
+from tilewright.data.common.records import EMPTY, LIMIT, NO_DOMAIN, Rejected
 from tilewright.data.engine.build_settings import ReadSection
 from tilewright.data.readers.file_kinds import HEAD_BYTES, kind_of, media_suffixes
 from tilewright.data.readers.media.captions import TABLES, caption_files, described_file
@@ -168,7 +167,7 @@ def _files(
             rule = "file of a saved dataset that holds no rows to read"
             listing.rejects.append(Rejected(prefix + name, "", "list", rule, path.suffix, ".arrow", domain=where))
         elif not status.st_size:
-            listing.rejects.append(Rejected(prefix + name, "", "list", "empty file", 0.0, 1.0, domain=where))
+            listing.rejects.append(Rejected(prefix + name, "", "list", EMPTY, 0.0, 1.0, domain=where))
         else:
             size, seen = status.st_size, stat_key(status)
             try:

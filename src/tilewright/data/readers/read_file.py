@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tilewright.core.errors import is_of_machine
-from tilewright.data.common.records import Record, Rejected
+from tilewright.data.common.records import EMPTY, NOTHING, Record, Rejected
 from tilewright.data.readers.file_entry import Entry, Span, need_package
 from tilewright.data.readers.file_kinds import HEAD_BYTES, kind_of
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
@@ -93,7 +93,7 @@ def _read(entry: Entry) -> Items:
         if not stat.S_ISREG(status.st_mode):
             yield entry.reject("not a regular file", stat.filemode(status.st_mode)[0], "-")
         elif not status.st_size:
-            yield entry.reject("empty file", 0.0, 1.0)
+            yield entry.reject(EMPTY, 0.0, 1.0)
         else:
             found = 0
             for found, item in enumerate(_of_kind(entry, status.st_size), 1):  # noqa: B007
@@ -101,7 +101,7 @@ def _read(entry: Entry) -> Items:
             if (
                 not found and entry.span is None
             ):  # an archive without members, a PDF without pages, a table without rows
-                yield entry.reject("nothing in it", 0.0, 1.0, num_bytes=status.st_size)
+                yield entry.reject(NOTHING, 0.0, 1.0, num_bytes=status.st_size)
     except OSError as error:
         if entry.depth:  # its file is a temporary one
             raise temporary_error(error) from error

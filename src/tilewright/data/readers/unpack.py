@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from tilewright.data.common.records import Rejected
+from tilewright.data.common.records import EMPTY, Rejected
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.file_kinds import COMPRESSED_MAGIC
 from tilewright.data.readers.parser_errors import PARSER_ERRORS, damage_of
@@ -74,7 +74,7 @@ def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
         if target.stat().st_size:
             yield [entry.member(target, inner, printable(inner))]
         elif problem is None:
-            problem = entry.reject("empty file", 0.0, 1.0)
+            problem = entry.reject(EMPTY, 0.0, 1.0)
         if problem is not None:
             yield problem
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from tilewright.core.errors import is_of_machine, machine_error
-from tilewright.data.common.records import Record, Rejected, rejected
+from tilewright.data.common.records import EMPTY, Record, Rejected, rejected
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
 from tilewright.data.sources.file_lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
@@ -161,7 +161,7 @@ def parts_of_file(
     if not stat.S_ISREG(status.st_mode):
         return [rejected(name, "not a regular file")]
     if size == 0:
-        return [rejected(name, "empty file")]
+        return [rejected(name, EMPTY)]
     # 2. Tables that can be entered by groups of rows.
     if kind == ".parquet" and not compressed:
         return parquet_parts(domain, name, path, field)

@@ -23,9 +23,9 @@ from tilewright.data.common.guarded_tokenizer import TokenizerError
 from tilewright.data.common.npy_writer import NpyWriter, token_dtype
 from tilewright.data.common.ranked_bpe import tiktoken_version
 from tilewright.data.common.record_filter import DropReason
+from tilewright.data.common.records import LIMIT, TOO_SMALL
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer, training_sample
 from tilewright.data.common.tokenizer_folder import tokenizer_files
-from tilewright.data.dataset.account import LIMIT, TOO_SMALL
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_settings import ChunkSection
 from tilewright.data.engine.build_stage import BuildStage

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from tilewright.data.common.npy_writer import NpyWriter
-from tilewright.data.common.records import rejected
+from tilewright.data.common.records import EMPTY, NOTHING, rejected
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.dataset.account import TYPES, Account, PartRecord, listed
 from tilewright.data.dataset.compressors import compressor_bits
@@ -143,8 +143,8 @@ class _Account:
 
     def refuse(self, row: Mapping[str, Any]) -> None:
         """Count a row of `REJECTS` that a stage wrote of something in a file, or of the file itself."""
-        is_file = row["rule"] == TYPES and not row["part"]
-        rule = f"file type {row['value']} is not read" if is_file else row["rule"]
+        is_file = row["rule"] in (TYPES, NOTHING, EMPTY) and not row["part"]
+        rule = f"file type {row['value']} is not read" if row["rule"] == TYPES and is_file else row["rule"]
         example = row["excerpt"] if row["id"] else row["value"]
         reject = rejected(row["path"], rule, example, count=row["count"], num_bytes=row["num_bytes"])
         self.dropped[row["domain"]] += row["count"]

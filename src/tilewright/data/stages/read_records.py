@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from tilewright.core.errors import DataError, is_of_machine
-from tilewright.data.common.records import Record, Rejected
+from tilewright.data.common.records import HALF_PAIR, Record, Rejected
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_files import Item
 from tilewright.data.engine.build_settings import DataBuild
@@ -160,7 +160,7 @@ def _cut(record: Record, max_chars: int) -> Items:
     try:
         data = record.text.encode()
     except UnicodeEncodeError as error:
-        place = (record.path, record.part, STAGE, "half a Unicode surrogate pair", error.reason, "", "", record.domain)
+        place = (record.path, record.part, STAGE, HALF_PAIR, error.reason, "", "", record.domain)
         yield Rejected(*place, 1, len(record.text.encode("utf-8", "surrogatepass")))
         return
     exact = len(data) == record.stop - record.start  # the text is the file's bytes, so pieces have their own places

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tilewright.data.common.records import Record, Rejected
+from tilewright.data.common.records import BLANK, HALF_PAIR, Record, Rejected
 from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.text.decode_text import decode_text, is_suspect, undo_mojibake, wide_encoding_of
 from tilewright.data.readers.text.detect_encoding import declared_encoding
@@ -53,7 +53,7 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
         return
     size = entry.path.stat().st_size
     if start >= size:
-        yield entry.reject("blank text", 0.0, 1.0, num_bytes=size)
+        yield entry.reject(BLANK, 0.0, 1.0, num_bytes=size)
     encoding = declared_encoding(head)
     for at, block in _blocks(entry, start):
         if isinstance(block, Rejected):
@@ -100,12 +100,12 @@ def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, par
     try:
         text.encode()
     except UnicodeEncodeError:
-        yield entry.reject("half a Unicode surrogate pair", "a surrogate", "none", part=part, num_bytes=stop - start)
+        yield entry.reject(HALF_PAIR, "a surrogate", "none", part=part, num_bytes=stop - start)
         return
     if text.strip():
         yield entry.record("text", text, part, start=start, stop=stop, facts=facts, **fields)
     else:
-        yield entry.reject("blank text", 0.0, 1.0, part=part, num_bytes=stop - start)
+        yield entry.reject(BLANK, 0.0, 1.0, part=part, num_bytes=stop - start)
 
 
 def _blocks(entry: Entry, start: int) -> Iterator[tuple[int, bytes | Rejected]]:
@@ -150,7 +150,7 @@ def _wide(entry: Entry, encoding: str, facts: dict[str, str]) -> Items:
     with entry.path.open("rb") as file:
         encoding, at = _endian(encoding, file.read(4))
         if at >= size:
-            yield entry.reject("blank text", 0.0, 1.0, num_bytes=size)
+            yield entry.reject(BLANK, 0.0, 1.0, num_bytes=size)
         while at < size:
             file.seek(at)
             block = file.read(BLOCK_BYTES)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.common.record_filter import DropReason
-from tilewright.data.dataset.account import DUPLICATE
+from tilewright.data.common.records import DUPLICATE
 from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import Every, Only, Same, per_shard
 from tilewright.data.engine.record_tables import REJECTS, TableWriter, batches

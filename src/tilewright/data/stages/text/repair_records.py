@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tilewright.data.common.record_filter import DropReason
-from tilewright.data.dataset.account import BLANK
+from tilewright.data.common.records import BLANK
 from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.declared_inputs import Every, Same, per_shard
 from tilewright.data.engine.record_tables import RECORDS, REJECTS, TableWriter, rows
