@@ -1,10 +1,11 @@
-"""Mutation tests on a drawn sample: change one operator or constant, run the package's tests, print what survives.
+"""Mutation tests on a drawn sample: change one operator or constant, run the nearest tests, print what survives.
 
 `make mutants`, or `make mutants ARGS="--count 60 --seed 7 --package planner --package memory"`. The changes are
 those of cosmic-ray's operators. A function is drawn first, then a kind of change in it, then the change: neither long
 functions nor operators with many replacements dominate the sample. Each change is made in a copy of the repository, and
-tested by tests/PACKAGE with -x, the files that import the changed module first; where none of them does, with the files
-of other folders that do.
+tested with -x by the files that are nearest to it: those that import the changed module, then those that import one
+that imports it, and so on; in each step those of the same folder first. A test that fails is run once more without the
+change: one that fails then, too, kills nothing.
 
 A survivor shows a missing test, or changes nothing that a caller sees: a person decides. Triton's kernels are left out:
 their interpreter is too slow.
@@ -13,6 +14,7 @@ their interpreter is too slow.
 import argparse
 import ast
 import difflib
+import json
 import os
 import random
 import shutil
@@ -35,23 +37,25 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("core", "formats", "memory", "ops", "optim", "planner")
+SOURCE = ROOT / "src" / "tilewright"
+PACKAGES = sorted(folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists())
+NEAREST = 12
+"""Files of tests that a change is tested by, at most."""
 # The first two need arguments; the others swap `is` and `==`, which seldom changes what is computed.
 NO_OPERATORS = (
     *("VariableReplacer", "VariableInserter", "Operator_Is_Eq", "Operator_IsNot_NotEq"),
     *("Operator_Eq_Is", "Operator_NotEq_IsNot"),
 )
 MEMORY_LIMIT_GIB = 16
+TEST_LIMIT_S = 120  # a change that makes a test wait for ever is found by it
 # The limit holds in the process of the tests and its children: a changed size may ask for any amount of memory.
 RUN_PYTEST = f"""
 import resource, sys, pytest
 resource.setrlimit(resource.RLIMIT_DATA, ({MEMORY_LIMIT_GIB} * 2**30,) * 2)
 sys.exit(pytest.main(sys.argv[1:]))
 """
-MARKERS = (
-    "not slow and not gpu and not dist"  # several processes: slower, and one that ends for another reason is no kill
-)
-KILLED, SURVIVED, TIMED_OUT, NOT_RUN = "killed", "survived", "timed out", "not run"
+MARKERS = "not slow and not gpu"
+KILLED, SURVIVED, LATE, UNSURE, NOT_RUN = "killed", "survived", "out of time", "fails without it", "not run"
 
 
 @dataclass(frozen=True)
@@ -160,15 +164,52 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, package: str, module: str, limit_s: float) -> int | None:
-    """Exit status of pytest in the folder; None after limit_s seconds. `module` may be empty: no file goes first."""
-    tests = sorted((folder / "tests" / package).rglob("test_*.py"))
-    naming = [path for path in sorted((folder / "tests").rglob("test_*.py")) if module and module in path.read_text()]
-    first = [path for path in tests if path in naming] or naming
-    tests = [*first, *(path for path in tests if path not in first)]
+def modules_in(path: Path) -> set[str]:
+    """Dotted names of tilewright that a file imports, and of what it imports from them."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in names if name.startswith("tilewright")}
+
+
+@cache
+def imports(folder: str) -> dict[Path, set[str]]:
+    """What each Python file below a folder of the repository imports of tilewright."""
+    return {path.relative_to(ROOT): modules_in(path) for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def module_of(path: str | Path) -> str:
+    """The dotted name of a source file."""
+    return str(path).removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@cache
+def nearest_tests(path: str) -> list[str]:
+    """The test files that are nearest to a source file by imports, at most `NEAREST`."""
+    tests = {file: names for file, names in imports("tests").items() if file.name.startswith("test_")}
+    folder = Path(path).parent.relative_to("src/tilewright").parts
+    level, known, found = {module_of(path)}, {module_of(path)}, []
+
+    def strangeness(test: Path) -> tuple[int, str]:
+        own = test.parent.parts[1:]
+        return -sum(a == b for a, b in zip(own, folder, strict=False)), str(test)
+
+    while level and len(found) < NEAREST:
+        found += sorted((file for file, names in tests.items() if names & level and file not in found), key=strangeness)
+        level = {module_of(file) for file, names in imports("src").items() if names & level} - known
+        known |= level
+    return [str(file) for file in found[:NEAREST]]
+
+
+def run_tests(folder: Path, tests: list[str], limit_s: float) -> int | None:
+    """Exit status of pytest in the folder; None after limit_s seconds."""
     environment = os.environ | {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    options = ["-x", "-q", "-n0", "--timeout", str(TEST_LIMIT_S), "-o", "cache_dir=.mutants", "-m", MARKERS]
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN_PYTEST, "-x", "-q", "-p", "no:cacheprovider", "-m", MARKERS, *map(str, tests)],
+        [sys.executable, "-c", RUN_PYTEST, *options, *tests],
         cwd=folder,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -185,51 +226,41 @@ def run_tests(folder: Path, package: str, module: str, limit_s: float) -> int | 
 
 def test_mutant(folder: Path, mutant: Mutant, limit_s: float) -> str:
     """Tests the change in a copy of the repository, and undoes it."""
-    path = folder / mutant.function.path
+    path, cached = folder / mutant.function.path, folder / ".mutants"
     # Compiled code is found by the time of its source in whole seconds: two changes may share one.
     compiled = Path(cache_from_source(str(path)))
+    shutil.rmtree(cached, ignore_errors=True)
     path.write_text(mutant.changed)
     compiled.unlink(missing_ok=True)
-    module = mutant.function.path.removeprefix("src/").removesuffix(".py").replace("/", ".")
     try:
-        status = run_tests(folder, mutant.function.package, module, limit_s)
+        status = run_tests(folder, nearest_tests(mutant.function.path), limit_s)
     finally:
         path.write_text(mutant.source)
         compiled.unlink(missing_ok=True)
-    return {0: SURVIVED, None: TIMED_OUT}.get(status, KILLED)
+    if status in (0, 5):  # 5: no test was selected
+        return SURVIVED
+    if status is None:
+        return LATE
+    failed = list(json.loads((cached / "v/cache/lastfailed").read_text())) if status == 1 else []
+    return UNSURE if failed and run_tests(folder, failed, limit_s) != 0 else KILLED
 
 
-def run_all(mutants: list[Mutant], jobs: int, minutes: float) -> list[str]:
+def run_all(mutants: list[Mutant], jobs: int, minutes: float, limit_s: float) -> list[str]:
     """What became of each mutant."""
     end, number = time.monotonic() + 60 * minutes, count(1)
     folders: SimpleQueue[Path] = SimpleQueue()
 
-    def seconds_unchanged(package: str) -> float:
-        folder = folders.get()
-        try:
-            for _ in range(2):  # a test with a time limit may fail once on a busy machine
-                start = time.monotonic()
-                if run_tests(folder, package, "", 60 * minutes) == 0:
-                    return time.monotonic() - start
-            sys.exit(f"tests/{package} fails without any change: run it with pytest first")
-        finally:
-            folders.put(folder)
-
     def judge(mutant: Mutant) -> str:
-        limit_s = 180 + 1.5 * unchanged[mutant.function.package]
         folder, start = folders.get(), time.monotonic()
         outcome = NOT_RUN if start > end else test_mutant(folder, mutant, limit_s)
         folders.put(folder)
         where = f"{mutant.function.path.removeprefix('src/tilewright/')} {mutant.function.name}"
-        print(f"{next(number):3}/{len(mutants)}  {outcome:9}  {time.monotonic() - start:4.0f} s  {where}", flush=True)
+        print(f"{next(number):3}/{len(mutants)}  {outcome:16}  {time.monotonic() - start:4.0f} s  {where}", flush=True)
         return outcome
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as place, ThreadPoolExecutor(jobs) as pool:
         for job in range(jobs):
             folders.put(copy_repository(Path(place) / str(job)))
-        packages = sorted({mutant.function.package for mutant in mutants})
-        unchanged = dict(zip(packages, pool.map(seconds_unchanged, packages), strict=True))
-        print("seconds without a change: ", ", ".join(f"{name} {unchanged[name]:.0f}" for name in packages), flush=True)
         return list(pool.map(judge, mutants))
 
 
@@ -239,19 +270,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="seed of the draw (default: any)")
     parser.add_argument("--package", action="append", choices=PACKAGES, help="package to draw from (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants that are tested at the same time")
-    parser.add_argument("--minutes", type=float, default=20.0, help="no mutant is started after so many minutes")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no mutant is started after so many minutes")
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds for the tests of one mutant")
     arguments = parser.parse_args()
     packages = sorted(arguments.package or PACKAGES)
     print(f"{arguments.count} mutants of {', '.join(packages)}; seed {arguments.seed}", flush=True)
     mutants = draw_mutants(packages, arguments.count, arguments.seed)
-    outcomes = run_all(mutants, arguments.jobs, arguments.minutes)
+    outcomes = run_all(mutants, arguments.jobs, arguments.minutes, arguments.limit)
     for mutant, outcome in zip(mutants, outcomes, strict=True):
-        if outcome == SURVIVED:
-            print(f"\nsurvived, in {mutant.function.name}:\n{mutant.diff}")
-    run = len(outcomes) - outcomes.count(NOT_RUN)
-    killed = run - outcomes.count(SURVIVED)
-    print(f"\nseed {arguments.seed}: {killed} of {run} killed ({killed / max(run, 1):.0%})", end="")
-    print(f", {outcomes.count(TIMED_OUT)} of them by time; {outcomes.count(NOT_RUN)} not run")
+        if outcome in (SURVIVED, LATE):
+            print(f"\n{outcome}, in {mutant.function.name}:\n{mutant.diff}")
+    judged = [outcome for outcome in outcomes if outcome not in (UNSURE, NOT_RUN)]
+    killed = judged.count(KILLED)
+    print(f"\nseed {arguments.seed}: {killed} of {len(judged)} killed ({killed / max(len(judged), 1):.0%})", end="")
+    print(f"; {outcomes.count(UNSURE)} by tests that fail without it, {outcomes.count(NOT_RUN)} not run")
 
 
 if __name__ == "__main__":

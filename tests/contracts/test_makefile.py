@@ -36,15 +36,6 @@ def test_quick_tests_name_folders_that_are_there():
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_mutants_are_drawn_from_packages_that_are_there():
-    names = re.search(r"^PACKAGES = \((.*)\)$", (ROOT / "tools" / "mutants.py").read_text(), re.M)[1]
-    packages = re.findall(r'"(\w+)"', names)
-    assert len(packages) > 4
-    for package in packages:
-        assert (ROOT / "src" / "tilewright" / package).is_dir(), package
-        assert (ROOT / "tests" / package).is_dir(), package
-
-
 @pytest.mark.parametrize(("failed", "status"), [(0, 1), (1, 0), (5, 0), (6, 1)])
 def test_few_failures_run_again(failed, status, tmp_path):
     cache = tmp_path / ".pytest_cache/v/cache/lastfailed"
