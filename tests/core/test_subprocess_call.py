@@ -4,11 +4,15 @@ import errno
 import logging
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.core.log import get_logger
 from tilewright.core.subprocess_call import ModuleWorker, answer, answer_error, call_module
@@ -35,6 +39,8 @@ def act(what, **rest):
         raise OSError(errno.ENOSPC, "No space left on device")
     if what == "exit":
         sys.exit(0)
+    if what == "stay":
+        time.sleep(600)
     if what == "end":
         os.kill(os.getpid(), signal.SIGKILL)
     print("one line\nanother")
@@ -112,6 +118,23 @@ def test_a_worker_that_is_killed_says_so_from_then_on():
     for what in ("end", "return"):
         with pytest.raises(HardwareError, match=r"signal 9 \(SIGKILL\)"):
             worker.call(what=what)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_ends_with_the_one_that_called_it(ending):
+    """A run that is killed while it prepares data left that work behind: it took a core for minutes."""
+    calls = f"from {call_module.__module__} import call_module as call; call"
+    call = f"({NAME!r}, on_start=lambda child: print(child.pid, flush=True), what='stay')"
+    ours = env.importing(Path(env.__file__).parents[2])
+    with subprocess.Popen([sys.executable, "-c", calls + call], env=ours, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        called = psutil.Process(int(caller.stdout.readline()))
+        caller.send_signal(ending)
+    try:
+        called.wait(60)
+    finally:
+        if called.is_running():
+            called.kill()
 
 
 def test_no_answer_is_a_bug():

@@ -5,9 +5,12 @@ of such pages and measuring the machine 60, in a process that then trains for we
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +21,8 @@ from typing import Any
 from tilewright.core import env, errors
 from tilewright.core.errors import HardwareError, Problem, TilewrightError
 from tilewright.core.log import ROOT, configure, get_logger, say
+
+_POLL_S = 0.1
 
 
 def call_module(
@@ -76,8 +81,20 @@ class ModuleWorker:
         return _result(self._module, self._child, found)
 
 
+def end_with_parent(parent: int) -> None:
+    """End this process, from a thread that watches, when its parent is gone: a killed parent cannot end it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _request(arguments: Mapping[str, object], *, stays: bool) -> str:
-    return json.dumps({"level": get_logger(ROOT).getEffectiveLevel(), "arguments": arguments, "stays": stays})
+    level = get_logger(ROOT).getEffectiveLevel()
+    return json.dumps({"level": level, "arguments": arguments, "stays": stays, "parent": os.getpid()})
 
 
 def _started(
@@ -139,6 +156,7 @@ def answer(function: Callable[..., object]) -> None:
     """Serve `call_module` from inside the subprocess: call `function` with the arguments, and print its result or error
     as JSON. For a `ModuleWorker`, serve calls until there are no more."""
     request = json.loads(sys.argv[1])
+    end_with_parent(request["parent"])
     configure()
     get_logger(ROOT).setLevel(request["level"])
     try:

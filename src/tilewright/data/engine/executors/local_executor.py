@@ -3,18 +3,15 @@
 import multiprocessing
 import os
 import signal
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
+from tilewright.core.subprocess_call import end_with_parent
 from tilewright.data.engine.build_context import Context
 from tilewright.data.engine.build_stage import BuildStage
 from tilewright.data.engine.executors.build_executor import Done, Unit
 from tilewright.data.engine.executors.killable_workers import PooledExecutor
-
-_POLL_S = 0.1
 
 
 class LocalExecutor(PooledExecutor):
@@ -55,17 +52,11 @@ class LocalExecutor(PooledExecutor):
     def pool_of(self, num: int | None) -> Executor:
         """A pool of local processes: see `PooledExecutor`."""
         spawn = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(num or self._processes, spawn, initializer=_watch_parent, initargs=(os.getpid(),))
+        return ProcessPoolExecutor(num or self._processes, spawn, initializer=_end_with_parent, initargs=(os.getpid(),))
 
 
-def _watch_parent(parent: int) -> None:
-    """End this local process when its parent is gone: a pool's workers wait for work for ever otherwise. An interrupt
-    is the parent's, which lets the units that run come to their end."""
+def _end_with_parent(parent: int) -> None:
+    """Let this local process end with its parent: a pool's workers wait for work for ever otherwise. An interrupt is
+    the parent's, which lets the units that run come to their end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    end_with_parent(parent)
