@@ -70,6 +70,27 @@ def test_a_run_that_is_faster_than_planned_is_never_bad(tmp_path_factory, times,
     assert found.state is (LOOK if by_factor is BAD and not slower else by_factor)
 
 
+@pytest.mark.parametrize(
+    ("pace", "said"),
+    [
+        (
+            {"measured_s": 4.0, "processor_s": 0.8},
+            "80.0 %",
+        ),
+        ({"measured_s": 4.0, "processor_s": 4.0}, ""),
+        ({"measured_s": 4.0, "processor_s": None}, ""),
+        ({"measured_s": 0.0, "processor_s": 1.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_step_that_waited_is_told_from_one_that_worked(tmp_path, pace, said):
+    """Other programs had the processor: neither the plan nor a kernel is wrong, and the headline says so."""
+    if said:
+        said = f" (the first ones waited for other programs, a disk or other ranks in {said} of their time)"
+    case = Case(columns={"step_s": [4.0] * COUNT}, files={"events": [{"step": 4, "kind": "pace", **pace}]})
+    assert verdict(case.read(tmp_path), "time plan").text == f"A step took 4.0 s{said}, 1.0 s were planned."
+
+
 @examples(20)
 @given(seed=st.integers(0, 2**32), scatter=st.floats(0.001, 0.15), count=st.integers(200, 600))
 def test_a_clean_run_is_never_bad_and_never_diverges(tmp_path_factory, seed, scatter, count):

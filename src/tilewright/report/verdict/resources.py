@@ -116,11 +116,22 @@ def off_pace(run: RunData) -> Verdict:
     found = median(seconds)
     if found <= 0:
         return OFF_PACE.not_measured("The time of the steps is not recorded.")
-    text = f"A step took {format_seconds(found)}, {format_seconds(planned)} were planned."
+    text = f"A step took {format_seconds(found)}{_waited(run)}, {format_seconds(planned)} were planned."
     if corrected := run.corrected("step_s"):
         text += f" Rates of the machine, measured again beside the first steps, give {format_seconds(corrected)}."
         planned = corrected
     return OFF_PACE.judge(off_plan_by(planned, found), text, harmless=found < planned)
+
+
+def _waited(run: RunData) -> str:
+    """A remark on steps that waited while they were held against the plan, in brackets; empty where they did not, or
+    nothing is known."""
+    for event in reversed(run.kinds("pace")):
+        worked, took = number(event.get("processor_s")), number(event.get("measured_s"))
+        if worked is not None and took and worked < took:
+            waited = format_share(1 - worked / took)
+            return f" (the first ones waited for other programs, a disk or other ranks in {waited} of their time)"
+    return ""
 
 
 def leak(run: RunData) -> Verdict:
