@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import time
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def test_build_then_inspect(here, capsys):
     told = capsys.readouterr().out
     assert "60 of 67 documents" in told
     assert "3 exact duplicates" not in told
-    assert "2 exact duplicates and 1 near-copies dropped" in told
+    assert "2 exact duplicates and 1 near-copy dropped | " in told
+    assert re.search(r"KiB, \d+ domains\n", told)
     assert "tilewright train --data.source data" in told
     assert run(["data", "inspect", "data", "--reject", "short.txt"]) == 0
     shown = capsys.readouterr().out
@@ -74,6 +76,19 @@ def test_build_then_inspect(here, capsys):
     ):
         assert words in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_build_that_drops_nothing_says_so(here, capsys):
+    (here / "data.toml").write_text('[read]\nsource = "one"\n[tokenizer]\nvocab_size = 300\n')
+    (here / "one").mkdir()
+    for number, path in enumerate(sorted((here / "in" / "prose").glob("0[4-7].txt"))):
+        (here / "one" / f"{number}.txt").write_text(path.read_text())
+    assert run(["data", "build", "--processes", "1"]) == 0
+    assert "0 exact duplicates and 0 near-copies dropped" in (told := capsys.readouterr().out)
+    assert ", 1 domain\n" in told
+    page = (here / "data" / "report.html").read_text()
+    assert "Nothing was dropped." in page
+    assert "0 % of what was read is dropped" in page
 
 
 def test_text_of_records_is_escaped_in_the_page(here):

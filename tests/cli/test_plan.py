@@ -1,6 +1,7 @@
 """`tilewright plan` with budgets: what it prints and writes, and what it refuses."""
 
 import json
+import re
 
 import pytest
 
@@ -162,7 +163,9 @@ def test_without_a_budget_nothing_is_decided(capsys, tmp_path):
     assert sizes[0] != sizes[1]
     rows = [line.split()[1:] for line in lines if line.startswith("train.micro_batch_size")]
     assert rows == [["8", "8"]]
-    assert page.read_text().count("<svg") >= 1
+    html = page.read_text()
+    assert html.count("<svg") >= 1
+    assert re.search(r"on the device \(at (\w+), .*Not drawn: \1, with ", html, re.DOTALL), "a peak that no moment has"
     assert '"memory.executor" = "standard"' in out.read_text()
     assert run([*cpu, "--why", "layer.0"]) == 0
     assert capsys.readouterr().out.startswith("layer 0 is one of")

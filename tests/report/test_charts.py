@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -61,6 +62,24 @@ def test_log_axis_leaves_out_zero():
     assert "nan" not in svg
     path = next(p for p in parse(svg).iter("path") if p.attrib["class"].startswith("line"))
     assert path.attrib["d"].count("M") == 2
+
+
+def test_a_log_axis_of_x_says_values_and_has_marks_among_them():
+    """Histograms of word counts named the number of a bin, 10, where it begins with 512 words."""
+    xs = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
+    svg = line_chart(
+        [Series("s", xs, xs)], label="l", y_label="y", x_label="words", log_x=True, marks=[Mark(50, "min")]
+    )
+    root = parse(svg)
+    ticks = {e.text for e in root.iter("text") if e.attrib.get("class") == "tick"}
+    assert {"1", "10", "100"} <= ticks
+    mark = next(group for group in root.iter("g") if group.attrib.get("class", "").startswith("mark"))
+    at = float(next(mark.iter("line")).attrib["x1"])
+    path = next(p for p in root.iter("path") if p.attrib.get("class", "").startswith("line"))
+    places = [float(x) for x in re.findall(r"[ML]([\d.]+),", path.attrib["d"])]
+    assert places[xs.index(32)] < at < places[xs.index(64)]
+    steps = [right - left for left, right in pairwise(places)]
+    assert max(steps) - min(steps) < 0.3, "each doubling has the same width"
 
 
 def test_long_series_are_thinned_but_keep_their_extremes():

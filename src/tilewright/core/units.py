@@ -171,6 +171,17 @@ def format_share(share: float) -> str:
     return "> 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
 
 
+def format_change(share: float) -> str:
+    """A share by which something rose or fell, in percent with its sign. What rounds to nothing has none.
+
+    Example:
+        >>> format_change(0.0123), format_change(-0.1), format_change(-0.00004), format_change(0)
+        ('+1.23 %', '-10.00 %', '0.00 %', '0.00 %')
+    """
+    shown = f"{100 * share:+.2f} %"
+    return shown[1:] if shown[1:] == "0.00 %" else shown
+
+
 def format_kwh(joules: float) -> str:
     """Joules in the unit kWh, whatever their size.
 

@@ -15,6 +15,8 @@ from tilewright.report.template import fill
 
 _OWNERS = ("parameters", "optimizer", "gradients", "activations", "work", "process")
 _SIZE = (1040, 300)
+_SEEN = 1.01
+"""A peak that many times the greatest one that is drawn is another one."""
 
 
 def render_plan(
@@ -74,6 +76,8 @@ def _memory_figure(plan: Plan) -> Figure:
     names = [name for name, _ in moments]
     places = f"0 is load, {names.index('loss')} the loss; before it layers forward, behind it layers backward. "
     places += f"The budget is {format_bytes(plan.budget.device)}, of which {plan.recipe.plan.margin:.0%} stay free."
+    if plan.peak_bytes > _SEEN * max(sum(row.values()) for _, row in moments):
+        places += f" Not drawn: {plan.peak_phase}, with {format_bytes(plan.peak_bytes)}."
     return Figure("Device memory through one step", svg, places, [(one.colour, one.name, "") for one in series])
 
 
@@ -82,6 +86,7 @@ def _pareto_figure(curve: Sequence[Plan], plan: Plan) -> Figure:
     narrowed = [found for found in curve if found.narrowed]
     series = [Series("fastest plan", [x for x, _ in points], [y for _, y in points], 0)]
     legend, note = [(0, "fastest plan", ""), (1, "this plan", "")], "Each point is a plan of its own."
+    note += " Dotted: the budget."
     if narrowed:
         sizes, times = [found.peak_bytes / 2**30 for found in narrowed], [found.step_s for found in narrowed]
         series.append(Series("other formats", sizes, times, 2, "dots"))

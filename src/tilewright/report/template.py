@@ -21,4 +21,9 @@ def fill(name: str, **context: object) -> str:
     environment = Environment(
         loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template(name).render(css=Markup(read("page.css")), svg=Markup, **context)
+    return environment.get_template(name).render(css=Markup(read("page.css")), svg=_framed, **context)
+
+
+def _framed(drawing: str) -> Markup:
+    """A finished chart as HTML, in a frame that scrolls sideways where a narrow window would make its text small."""
+    return Markup('<div class="drawing">{}</div>').format(Markup(drawing))

@@ -3,12 +3,11 @@
 Made of the same charts and style sheet as the report of a run; opens offline. Text of records is escaped.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
 from tilewright.core.atomic_io import write_whole
-from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
 from tilewright.data.dataset.build_account import (
     MODALITIES,
     NO_DOMAIN,
@@ -24,6 +23,8 @@ from tilewright.report.template import fill
 PAGE = "report.html"
 _OUT = ("records", "rejects", "bytes")
 _MOST_REASONS, _MOST_FIGURES = 60, 40
+_ZERO = 0.5
+"""Where a log axis has no things at all."""
 
 
 def write_build_page(account: BuildAccount) -> Path:
@@ -58,7 +59,7 @@ def _cards(summary: dict[str, Any]) -> list[SummaryCard]:
     return [
         SummaryCard("Files", f"{files['used']:,}", f"of {files['found']:,} found"),
         SummaryCard("Records", f"{documents['used']:,}", f"of {documents['found']:,} read"),
-        SummaryCard("Text", format_bytes(text["used"]), f"{100 * refused:.1f} % of what was read is dropped"),
+        SummaryCard("Text", format_bytes(text["used"]), f"{format_share(refused)} of what was read is dropped"),
         SummaryCard("Tokens", format_count(summary["tokens"]), f"{summary['bytes_per_token']} bytes each"),
         SummaryCard("Copies", f"{summary['duplicates']:,} + {summary['near_duplicates']:,}", "exact and near"),
     ]
@@ -87,16 +88,23 @@ def _domain_row(name: str, summary: dict[str, Any]) -> list[str]:
 
 
 def _figure(one: MeasureHistogram) -> Figure:
-    """Draw a figure on the page of a build: a histogram as steps; counts of things have an axis of powers of two."""
+    """Draw a figure on the page of a build: a histogram as steps; counts of things have a log axis, since each of their
+    bins is twice as wide as the one before."""
     doubles = one.starts[2] == 2 * one.starts[1] and one.starts[1] == 1
     last = max((i for i, count in enumerate(one.counts) if count), default=0) + 2
-    xs = [float(i) if doubles else start for i, start in enumerate(one.starts)][:last]
-    marks = [Mark(math.log2(v) + 1 if doubles and v > 0 else v, name) for name, v in one.thresholds.items()]
+    xs = [max(start, _ZERO) if doubles else start for start in one.starts][:last]
+    marks = [Mark(max(v, _ZERO) if doubles else v, name) for name, v in one.thresholds.items()]
     name = one.measure.replace("_", " ")
     series = Series("records", xs, [float(count) for count in one.counts[:last]], kind="step")
-    axis = f"{name}, bins of powers of two" if doubles else name
+    axis = f"{name}, log scale" if doubles else name
     chart = line_chart(
-        [series], label=f"{name} in {one.domain}", y_label="records", x_label=axis, zero=True, marks=marks
+        [series],
+        label=f"{name} in {one.domain}",
+        y_label="records",
+        x_label=axis,
+        log_x=doubles,
+        zero=True,
+        marks=marks,
     )
     limits = ", ".join(f"{rule} = {value:g}" for rule, value in one.thresholds.items())
     return Figure(f"{one.domain}: {name}", chart, f"{sum(one.counts):,} records; {limits}")

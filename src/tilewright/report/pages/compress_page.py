@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewright.compress.budget.budget_rise import NEAR, error_in_words, near_in_time, ruling
 from tilewright.compress.budget.stage_seconds import PROOF_S
-from tilewright.core.units import format_bytes, format_seconds
+from tilewright.core.units import format_bytes, format_change, format_seconds
 from tilewright.report.template import fill
 
 _CONTROLS = {
@@ -53,13 +53,13 @@ def _both(row: Mapping[str, Any]) -> str:
     """Both rises on the page of a compression: over the run, and over the run with as many more steps if that control
     was run."""
     equal = row.get("equal_rise")
-    more = "" if equal is None else f" ({_percent(equal)} over the run with as many more steps)"
-    return _percent(row["rise"]) + more
+    more = "" if equal is None else f" ({format_change(equal)} over the run with as many more steps)"
+    return format_change(row["rise"]) + more
 
 
 def _equal(row: Mapping[str, Any]) -> str:
     equal = row.get("equal_rise")
-    return "" if equal is None else _percent(equal)
+    return "" if equal is None else format_change(equal)
 
 
 def render_compression(record: Mapping[str, Any]) -> str:
@@ -83,11 +83,13 @@ def render_compression(record: Mapping[str, Any]) -> str:
 def _stages(record: Mapping[str, Any]) -> CompressTable:
     rows = []
     for plan in record.get("plans", ()):
-        predicted = f"{_percent(plan['rise_before'])}", error_in_words(plan["error"])
+        predicted = f"{format_change(plan['rise_before'])}", error_in_words(plan["error"])
         if plan["name"] in record["recovered"]:
             rows.append((f"{plan['name']}, as it was predicted before recovery", *predicted, "", "", ""))
     for row in record["recovered"].values():
-        rows.append((f"{row['name']}, before recovery", _percent(row["rise_before"]), "", "", "", _size(row, record)))
+        rows.append(
+            (f"{row['name']}, before recovery", format_change(row["rise_before"]), "", "", "", _size(row, record))
+        )
         rows.append((f"{row['name']}, recovered", *_measured(row), _size(row, record)))
     for name, row in record.get("trained", {}).items():
         rows.append((f"{name}, recovered and trained for integers", *_measured(row), ""))
@@ -108,7 +110,7 @@ def _stages(record: Mapping[str, Any]) -> CompressTable:
 def _measured(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Both measured rises on the page of a compression, each with its error."""
     equal_error = "" if row.get("equal_rise") is None else error_in_words(row["equal_error"])
-    return _percent(row["rise"]), error_in_words(row["error"]), _equal(row), equal_error
+    return format_change(row["rise"]), error_in_words(row["error"]), _equal(row), equal_error
 
 
 def _artefacts(record: Mapping[str, Any]) -> CompressTable:
@@ -116,7 +118,7 @@ def _artefacts(record: Mapping[str, Any]) -> CompressTable:
     rows = []
     for row in record["artefacts"]:
         size = row.get("bytes")
-        rise = "" if row["rise"] is None else _percent(row["rise"])
+        rise = "" if row["rise"] is None else format_change(row["rise"])
         small = (format_bytes(size), f"{whole / size:.1f}x") if size else ("", "")
         verdict = "inside" if row["inside"] else row["reason"]
         name = f"{row['target']}, trained in {row['integers']}" if row.get("integers") else row["target"]
@@ -135,7 +137,7 @@ def _domains(record: Mapping[str, Any]) -> CompressTable:
     kept = [("recovered", best), *((name, row) for name, row in record.get("controls", {}).items())]
     rise = (lambda after, loss: after - loss) if record.get("points") else (lambda after, loss: after / loss - 1)
     rows = [
-        (domain, f"{loss:.4f}", *(_percent(rise(row["domains"][domain], loss)) for _, row in kept))
+        (domain, f"{loss:.4f}", *(format_change(rise(row["domains"][domain], loss)) for _, row in kept))
         for domain, loss in before.items()
     ]
     return CompressTable(
@@ -150,7 +152,7 @@ def _sensitivity(record: Mapping[str, Any]) -> CompressTable:
     rows = [
         (
             f"{row['kind']} -> {row['units']}",
-            _percent(row["rise"]),
+            format_change(row["rise"]),
             error_in_words(row["error"]),
             f"{row['saved']:,}",
             f"{row['speed']:.2f}x",
@@ -247,10 +249,6 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     elif settings["controls"] == "equal":
         alone = "" if points else "recovery without the teacher, and "
         yield f"Not run: {alone}the small shape from random weights."
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:+.2f} %"
 
 
 def _size(row: Mapping[str, Any], record: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tilewright.compress.budget.budget_rise import error_in_words
-from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.core.units import format_bytes, format_change, format_count, format_seconds
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.pages.simulate_page import PageTable
 from tilewright.report.svg.charts import Series, line_chart
@@ -33,6 +33,11 @@ def verdict_of(record: Mapping[str, Any]) -> str:
     Example:
         >>> verdict_of({"run": "base"})
         'base: stopped before a verdict'
+        >>> shape = {"name": "shape-1", "costs": {"parameters": 80}, "rise": 0.01, "error": 0.001}
+        >>> found = {"verdict": "within limits", "chosen": "shape-1", "candidates": {"shape-1": shape}}
+        >>> asked = {"run": "base", "run_costs": {"parameters": 100}, "settings": {"limits": {"parameters": 0.9}}}
+        >>> verdict_of(asked | found | {"best_uniform": "shape-1"})
+        'base: shape-1, parameters 80.0 %, loss +1.00 % +- 0.10; its layers are alike'
     """
     run = record["run"]
     if "nearest" in record:
@@ -40,9 +45,15 @@ def verdict_of(record: Mapping[str, Any]) -> str:
     if "verdict" not in record:
         return f"{run}: stopped before a verdict"
     best = record["candidates"][record["chosen"]]
-    found = f"{best['name']}, {_costs(best, record)}, loss {_percent(best['rise'])} +- {error_in_words(best['error'])}"
+    found = (
+        f"{best['name']}, {_costs(best, record)}, loss {format_change(best['rise'])} +- {error_in_words(best['error'])}"
+    )
     alike = _uniform(record)
-    beside = "" if alike is None else f"; layers alike: {_costs(alike, record)}, loss {_percent(alike['rise'])}"
+    beside = ""
+    if alike is best:
+        beside = "; its layers are alike"
+    elif alike is not None:
+        beside = f"; layers alike: {_costs(alike, record)}, loss {format_change(alike['rise'])}"
     if record["verdict"] != "within limits":
         return f"{run}: no shape that was trained is within the limits as measured; the best is {found}"
     return f"{run}: {found}{beside}"
@@ -127,7 +138,7 @@ def _losses(record: Mapping[str, Any]) -> PageTable:
     rows = []
     for which, row in _trained(record):
         rises = (row["predicted"]["rise"], row["rise_before"], row["rise"])
-        rows.append((*which, *map(_percent, rises), error_in_words(row["error"])))
+        rows.append((*which, *map(format_change, rises), error_in_words(row["error"])))
     columns = ("shape", "which", "predicted", "as put together", "trained", "error")
     return PageTable("Losses, predicted beside trained", "Over the run's.", columns, rows, frozenset(("which",)))
 
@@ -162,8 +173,16 @@ def _layers(record: Mapping[str, Any]) -> PageTable:
 
 
 def _in_words(name: str) -> str:
+    """A replacement's name in words on the page of a search.
+
+    Example:
+        >>> _in_words("heads-1"), _in_words("groups-1"), _in_words("groups-2"), _in_words("own")
+        ('1 query head, with its keys and values', '1 key/value head', '2 key/value heads', 'own')
+    """
     kind, _, number = name.partition("-")
     words = {"ffn": "{} wide", "heads": "{} query heads, with their keys and values", "groups": "{} key/value heads"}
+    if number == "1":
+        words |= {"heads": "{} query head, with its keys and values", "groups": "{} key/value head"}
     words |= {"window": "window of {}", "linear": "linear attention"}
     return words[kind].format(number) if kind in words else name
 
@@ -176,7 +195,7 @@ def _replacements(record: Mapping[str, Any]) -> PageTable:
         errors = ("",) * 3 if trained is None else (f"{trained[name]:.3f}" for name in ("begun", "fitted", "error"))
         layer, _, part = place.partition(".")
         is_finite = row["rise"] is not None
-        loss = (_percent(row["rise"]), error_in_words(row["error"])) if is_finite else ("not finite", "")
+        loss = (format_change(row["rise"]), error_in_words(row["error"])) if is_finite else ("not finite", "")
         rows.append((f"layer {layer}, {part}", _in_words(name), *loss, *errors))
     lead = (
         "Held-out loss with this one in place and all else the run's. Missing: mean square of the difference to the "
@@ -218,7 +237,3 @@ def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     )
     for place, reason in record.get("kept_whole", {}).items():
         yield f"{place} kept its shape: {reason}."
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:+.2f} %"

@@ -46,20 +46,22 @@ def line_chart(
     y_label: str,
     x_label: str = "step",
     y_format: str = "number",
+    log_x: bool = False,
     log_y: bool = False,
     zero: bool = False,
     binary: bool = False,
     marks: Sequence[Mark] = (),
     size: tuple[int, int] = (520, 240),
 ) -> str:
-    """A line chart over a common x axis. Points that are not finite leave a gap; a log axis leaves out values <= 0.
+    """A line chart over a common x axis. Points that are not finite leave a gap; a log axis leaves out values <= 0 of
+    y, and those of x are above.
 
     `binary` puts the ticks of y on powers of two. A line of few points gets a dot at each.
     """
     width, height = size
     series = [_thin(s, width) for s in series]
     x = make_scale([v for s in series for v in s.xs] + [m.x for m in marks], _LEFT, width - _RIGHT)
-    x = Scale(*_span(series, marks, x), _LEFT, width - _RIGHT)
+    x = Scale(*_span(series, marks, x), _LEFT, width - _RIGHT, log_x)
     y = make_scale([v for s in series for v in s.ys], height - _BOTTOM, _TOP, log=log_y, zero=zero)
     parts = [_axes(x, y, size, x_label, y_label, FORMATS[y_format], binary or y_format == "bytes")]
     parts += [_mark(mark, x(mark.x), height) for mark in marks]

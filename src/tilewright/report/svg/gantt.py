@@ -118,7 +118,7 @@ def gantt_chart(rows: Sequence[tuple[str, Sequence[TimedBar]]], *, label: str, e
             wide, inside = max(lines.x(bar.begin_s + bar.seconds) - x - 0.3, _LEAST), ""
             if wide > len(bar.name) * _CHAR + 2:
                 inside = (
-                    f'<text class="tick" x="{x + wide / 2:.1f}" y="{top + _HIGHEST / 2 + 4:.1f}" '
+                    f'<text class="inside" x="{x + wide / 2:.1f}" y="{top + _HIGHEST / 2 + 4:.1f}" '
                     f'text-anchor="middle">{escape(bar.name)}</text>'
                 )
             parts.append(

@@ -62,9 +62,11 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     summary, units = content["summary"], content["units"]
     say(account_line(summary))
     domains = sum(any(n for kind, n in one.items() if kind != "dropped") for one in summary["records"].values())
+    exact, near = summary["duplicates"], summary["near_duplicates"]
     say(
-        f"{summary['duplicates']:,} exact duplicates and {summary['near_duplicates']:,} near-copies dropped | "
-        f"{format_count(summary['tokens'])} tokens, {format_bytes(summary['bytes'])}, {domains} domains"
+        f"{exact:,} exact duplicate{'s' * (exact != 1)} and {near:,} near-cop{'y' if near == 1 else 'ies'} dropped | "
+        f"{format_count(summary['tokens'])} tokens, {format_bytes(summary['bytes'])}, "
+        f"{domains} domain{'s' * (domains != 1)}"
     )
     failed = sum(stage.counts.get("failed", 0) for stage in account.stages)
     if failed:
