@@ -15,9 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from tilewright.core.hardware import Machine
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "torchao", "tilewright")
@@ -47,15 +50,16 @@ def place(record: dict[str, Any]) -> str:
     return f"{cores} core{'s' if cores > 1 else ''} {maker} {unit}".strip()
 
 
-def machine_kind() -> str:
-    """What a speed depends on most, for the name of its result file: cuda, amx, avx512 or cpu."""
-    facts = machine_facts()
-    import torch
+def machine_kind(machine: "Machine | None" = None) -> str:
+    """What the speed of a machine, by default this one, depends on most, for the name of its result file: cuda, amx,
+    avx512, avx2 (alone), or cpu, which is any other one."""
+    from tilewright.core.hardware import detect_machine
 
-    if torch.cuda.is_available():
+    machine = machine or detect_machine()
+    if machine.device == "cuda":
         return "cuda"
-    features = facts["cpu_features"]
-    return "amx" if "amx_bf16" in features else "avx512" if "avx512_bf16" in features else "cpu"
+    kinds = {"amx_bf16": "amx", "avx512_bf16": "avx512", "avx512f": "cpu", "avx2": "avx2"}
+    return next((kind for feature, kind in kinds.items() if feature in machine.cpu_features), "cpu")
 
 
 def _version(name: str) -> str | None:

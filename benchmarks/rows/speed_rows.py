@@ -15,7 +15,7 @@ OPS = {
     "attention over packed documents, forward and backward": "attention 8x8x512x64 bf16, packed documents",
     "cross-entropy with its GEMMs, forward and backward": "loss 4096x512x16384 bf16",
 }
-CLASSES = {"cpu": ("AVX2, FP32 GEMMs", 0.75), "avx512": ("AVX-512 BF16", 0.65), "amx": ("AMX", 0.50)}
+CLASSES = {"avx2": ("AVX2, FP32 GEMMs", 0.75), "avx512": ("AVX-512 BF16", 0.65), "amx": ("AMX", 0.50)}
 """Of processors, by the ends of names of results; and the share of its matmuls' rate that a compiled step must have."""
 SPEEDS = {
     "eager over compiled": (0.7, "our decoder of 47M parameters, eager against compiled"),

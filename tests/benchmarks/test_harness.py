@@ -1,14 +1,16 @@
 """What programs of benchmarks share: rows that outlive a call, contenders that take turns, commands of runs."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.common import Deadline
+from benchmarks.common import Deadline, machine_kind
 from benchmarks.kept_rows import KeptCases, KeptRows
 from benchmarks.run_command import TRAIN_ALONE, held_out_loss, step_rows, train, train_command
 from benchmarks.worker import TurnTaker, contest
 from tilewright.core.config.load import load_recipe
+from tilewright.core.hardware import detect_machine
 
 
 def test_rows_are_there_for_the_next_call(tmp_path):
@@ -38,6 +40,22 @@ def test_a_case_is_measured_once(tmp_path):
 
     assert KeptCases(path).of("a", measure) == KeptCases(path).of("a", measure) == {"loss": 2.0}
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("features", "kind"),
+    [
+        (("amx_bf16", "amx_int8", "avx512_bf16", "avx512f", "avx2"), "amx"),
+        (("avx512_bf16", "avx512f", "avx2"), "avx512"),
+        (("avx_vnni", "avx2", "fma"), "avx2"),
+        (("avx2", "fma"), "avx2"),
+        (("avx512f", "avx512_vnni", "avx2"), "cpu"),
+        (("asimd",), "cpu"),
+    ],
+)
+def test_a_result_is_named_by_the_class_of_its_processor(features, kind):
+    """One of AVX2 alone was named as all others without 16-bit products."""
+    assert machine_kind(replace(detect_machine("cpu"), cpu_features=frozenset(features))) == kind
 
 
 class Counting(TurnTaker):
