@@ -48,6 +48,26 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken(page) == ["#none", "gone.md"]
 
 
+BUILT = [path for path in PAGES if ROOT / "docs" in path.parents]
+
+
+def test_the_index_lists_every_page():
+    """A page that it does not list is a warning of Sphinx, and `make docs` takes warnings as errors."""
+    trees = re.findall(r"^```{toctree}$(.*?)^```$", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
+    listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = [path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in BUILT]
+    assert sorted(listed) == sorted(set(pages) - {"index"})
+
+
+@pytest.mark.parametrize("page", BUILT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_link_to_what_sphinx_takes(page):
+    """Pages of the docs, and files elsewhere that are neither Markdown nor folders: others are warnings as well."""
+    names = {link: link.partition("#")[0] for link in links(page.read_text(encoding="utf-8"))}
+    targets = {link: (page.parent / name).resolve() for link, name in names.items() if name}
+    outside = {link: path for link, path in targets.items() if ROOT / "docs" not in path.parents}
+    assert not [link for link, path in outside.items() if path.is_dir() or path.suffix == ".md"]
+
+
 def test_pages_have_one_naming_style():
     names = [path.stem for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
     assert not [name for name in names if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)]
