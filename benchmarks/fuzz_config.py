@@ -137,7 +137,8 @@ def run_case(seed: int, folder: Path) -> str:
         assert loaded.sources[path] == "cli", f"--{path} has source {loaded.sources[path]}"
     for path, value in in_file.items():
         if loaded.sources.get(path, "").startswith("file child") and not isinstance(values[path], tuple | dict):
-            typed = tomllib.loads(f"x = {value}")["x"]
+            typed, place = tomllib.loads(f"x = {value}")["x"], setting_names.find(path).place
+            typed = place.absolute(typed) if place is not None and isinstance(typed, str) else typed
             size = isinstance(typed, str) and isinstance(values[path], int)
             same = values[path] == (parse_bytes(typed) if size else typed) or str(values[path]) == str(typed)
             assert same or typed != typed, f"{path} = {value} became {values[path]!r}"

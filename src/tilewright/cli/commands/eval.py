@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from tilewright.cli.common import LATEST, find_run, json_option, print_json, run_or_model, show_table, verbosity
+from tilewright.cli.error_text import told_without_settings
 from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.data.dataset.compressors import COMPRESSORS, pooled_bits
 
@@ -57,7 +58,9 @@ def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **opt
     from tilewright.training.executor.evaluate import evaluate, pooled
 
     opened = reopen(folder)
-    data = prepare_data(opened.recipe)
+    file = folder / "run.toml"
+    with told_without_settings(f"put it back there, or write its new path into {file}", str(file)):
+        data = prepare_data(opened.recipe)
     rows = held_out(opened.recipe, data, batches)
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.
     results = evaluate(opened.model, rows.batches, num_bytes=rows.num_bytes, device=opened.device, fp32=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewright.cli.common import RecipeCommand, gc_paused, overrides, recipe_argument, verbosity
+from tilewright.core.config.edit import in_own_folder
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.env import ranks
 from tilewright.core.errors import TilewrightError
@@ -26,8 +27,9 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     """Train a model from a recipe; continue where the run stopped.
 
     RECIPE is a TOML file or the name of a shipped recipe (tilewright init --list); without it the default.
+    The run.toml of a run's folder continues the run in that folder.
     """
-    loaded = load_recipe(recipe, overrides(ctx))
+    loaded = in_own_folder(load_recipe(recipe, overrides(ctx)))
     for note in loaded.notes:
         say(f"note: {note}")
     train_and_judge(loaded, dry_run)

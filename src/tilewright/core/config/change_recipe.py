@@ -14,6 +14,8 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.hardware import Machine
 
+RUN_FILE = "run.toml"
+"""Of a run's folder: its resolved recipe."""
 CPU_LOSS_CHUNK, GPU_LOSS_CHUNK = 64 * 2**20, 2**30
 GPU_SHARE = 64
 """A GPU's loss chunk is at most this part of its memory."""
@@ -32,6 +34,17 @@ def on_machine(loaded: Loaded, machine: Machine) -> Loaded:
     if loaded.sources.get(name, DEFAULT) != DEFAULT:
         return loaded
     return replace(loaded, recipe=changed(loaded.recipe, {name: loss_chunk_bytes(machine)}))
+
+
+def in_own_folder(loaded: Loaded) -> Loaded:
+    """Edit the recipe that is the run.toml of a run's folder to mean that folder, wherever it was moved to and wherever
+    the command runs; as it is where a user names another one."""
+    file = loaded.path.resolve() if loaded.path is not None else None
+    if file is None or file.name != RUN_FILE or not (file.parent / "machine.json").is_file():
+        return loaded
+    own = {"run.dir": str(file.parent.parent), "run.name": file.parent.name}
+    left = {name: value for name, value in own.items() if loaded.sources[name] == f"file {RUN_FILE}"}
+    return replace(loaded, recipe=changed(loaded.recipe, left))
 
 
 def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> Loaded:

@@ -288,7 +288,7 @@ def _validated(merged: _Values) -> Recipe:
             merged.problems.append(broken_text(path, value, merged.places[path]))
             bad.add(path)
         else:
-            known[path] = value
+            known[path] = _absolute(path, value)
     # 2. Types and bounds. Bad values are taken out, so that what contradicts among the others is reported too.
     try:
         recipe = _strict(known)
@@ -306,6 +306,17 @@ def _validated(merged: _Values) -> Recipe:
     if merged.problems:
         raise ConfigError.from_problems(sorted(merged.problems, key=by_line))
     return recipe
+
+
+def _absolute(path: str, value: object) -> object:
+    """A loaded value with the paths in it absolute, where its setting may name some."""
+    item = setting_names.find(path)
+    place = item.place if item is not None else None
+    if place is None:
+        return value
+    if isinstance(value, dict):
+        return {key: place.absolute(inner) if isinstance(inner, str) else inner for key, inner in value.items()}
+    return place.absolute(value) if isinstance(value, str) else value
 
 
 def _is_broken(value: object) -> bool:

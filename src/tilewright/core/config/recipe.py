@@ -5,12 +5,12 @@ arguments, so Python users never need these classes. Unknown keys are errors. De
 never written back here. `core.config.load` builds a `Recipe` from files, environment and command line.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tilewright.core.config.executors import Capabilities, ExecutorName, capabilities_of
-from tilewright.core.config.section import EVERY, Bytes, Count, Section
+from tilewright.core.config.section import EVERY, Bytes, Count, MadePath, PathText, Place, Section
 from tilewright.core.config.sections.data import MixingSection, StreamingSection
 from tilewright.core.config.sections.distill import DistillSection
 from tilewright.core.config.sections.energy import EnergySection
@@ -59,7 +59,7 @@ class DataSection(Section):
     changes_numbers = EVERY
     keeps_numbers = ("cache_dir", "prefetch")
 
-    source: str = "installed"
+    source: Annotated[str, Place(words=("installed",))] = "installed"
     """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
     .parquet, a Hugging Face dataset on disk or as `hf://org/name`, or (image_classification) a folder with one
     sub-folder per class; the folder that `tilewright data build` filled, or its address, `s3://bucket/folder`."""
@@ -68,10 +68,10 @@ class DataSection(Section):
     learned. A row is recognised by its fields: `messages`, ShareGPT's `conversations`, Alpaca's `instruction` and
     `output`, or `prompt` and `completion`. `preferences`: a prompt with a `chosen` and a `rejected` answer; learned by
     direct preference optimization."""
-    sources: dict[str, str] = Field(default={})
+    sources: Annotated[dict[str, str], Place()] = Field(default={})
     """Several paths, or addresses of built datasets, each a domain of the name that it is given, in the place of
     `source`. `weights` mixes them."""
-    chat_template: str = ""
+    chat_template: Annotated[str, Place(words=("chatml",), bare=False)] = ""
     """chat: empty for the template of the model's folder (or the tokenizer's); a .jinja file, a folder, the name of one
     of several templates of the model; or `chatml`, for base models that bring none."""
     domains: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class DataSection(Section):
     holdout: float = Field(default=0.02, ge=0, lt=0.5)
     """Share held out for evaluation, by clusters of near-copies. 0: nothing of your own text or conversations; a path
     in `eval_source` is then what is held out."""
-    eval_source: str = ""
+    eval_source: Annotated[str, Place(words=("installed",))] = ""
     """`installed` or a path as in `source`, evaluated and never trained on. With `holdout = 0` a path is your own
     validation data, in the same `format`: all of it is the held-out part. Else it is other text or conversations,
     evaluated beside the held-out part: what a fine-tune forgets. Empty: none."""
@@ -98,14 +98,14 @@ class DataSection(Section):
     `train.micro_batch_size` times `seq_len`."""
     vocab_size: Count = Field(default=8192, ge=300)
     """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty and no weights are loaded."""
-    tokenizer: str = ""
+    tokenizer: PathText = ""
     """A tokenizer.json, or a folder that holds one. Empty: the one in `model.path` where weights are loaded from there;
     else one is trained on the data and cached."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and dataset rows that holds the text."""
     image_size: Count = Field(default=64, ge=8)
     """image_classification: side in pixels that images are resized to."""
-    cache_dir: str = ""
+    cache_dir: MadePath = ""
     """Where prepared data is kept. Empty: the user's cache folder."""
     prefetch: Count = Field(default=2, ge=0)
     """Batches prepared ahead in a background thread. 0: none."""
@@ -226,7 +226,7 @@ class MemorySection(Section):
     changes_numbers += ("attention_block",)
     keeps_numbers = ("offload_params", "offload_optimizer", "offload_activations", "offload_dir", "prefetch")
 
-    plan: str = "auto"
+    plan: Annotated[str, Place(words=("auto",))] = "auto"
     """`auto`: a recipe that does not fit as it stands is planned: what it leaves at its default is decided for each
     layer, and what would change the results comes last. A path: the plan file that `tilewright plan --out` wrote.
     Empty: everything as the recipe says."""
@@ -244,7 +244,7 @@ class MemorySection(Section):
     offload_activations: Offload = "none"
     """layer_major: where the layers' inputs are kept until the backward pass. `train.checkpoint_inputs` is their
     format."""
-    offload_dir: str = ""
+    offload_dir: MadePath = ""
     """Folder of the files that `disk` uses. They have no names and are gone with the process. Empty: the run folder."""
     prefetch: Count = Field(default=1, ge=0)
     """layer_major: layer groups that are fetched, or written back, while another one is computed. Each takes a buffer

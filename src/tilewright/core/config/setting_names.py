@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.section import EVERY, Section
+from tilewright.core.config.section import EVERY, Place, Section
 from tilewright.core.config.sections.data import MixingStage
 from tilewright.core.config.sections.model import LayerSection, named_or_own
 from tilewright.core.config.sections.precision import PrecisionRule
@@ -56,6 +56,11 @@ class Field:
     def is_text(self) -> bool:
         """True where every value of a setting is a text, so that `--run.name 7` means "7"."""
         return self.info.annotation is str or bool(self.choices)
+
+    @property
+    def place(self) -> Place | None:
+        """The mark of a setting by whose name a path is given; None for all others."""
+        return next((item for item in self.info.metadata if isinstance(item, Place)), None)
 
     @property
     def is_bool(self) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tilewright.core.config.section import EVERY, Count, Section
+from tilewright.core.config.section import EVERY, Count, MadePath, Place, Section
 
 
 class DistillSection(Section):
@@ -12,7 +12,7 @@ class DistillSection(Section):
 
     changes_numbers = EVERY
 
-    teacher: str = ""
+    teacher: Annotated[str, Place(run=True)] = ""
     """A run folder or its name below `runs` (its newest checkpoint), or a folder of a Hugging Face model with the
     same tokenizer. Empty: none. It stays on the device beside the model, whole on each process or in as many stages
     (`parallel.pp`), and each step runs it forward once."""
@@ -23,7 +23,7 @@ class DistillSection(Section):
     divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "forward_kl"
     """Divergence of the two distributions. `forward_kl`: the student covers all that its teacher finds likely;
     `reverse_kl`: it stays where the teacher is; `jensen_shannon`: the mean of both against their middle."""
-    cache: str = ""
+    cache: MadePath = ""
     """Folder that keeps some tokens of the teacher for each row of data, at most 200 bytes per token. A row that is
     there costs no forward pass of the teacher, in whatever order or run it comes. Empty: none, and whole distributions
     are compared."""

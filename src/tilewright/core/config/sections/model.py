@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 from pydantic import Field, PlainSerializer, SerializerFunctionWrapHandler, WrapValidator, model_serializer
 from pydantic.json_schema import SkipJsonSchema
 
-from tilewright.core.config.section import EVERY, Count, Section
+from tilewright.core.config.section import EVERY, Count, PathText, Section
 
 
 @runtime_checkable
@@ -73,7 +73,7 @@ class ModelSection(Section):
     """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`. `package.module:NAME`: an
     architecture of your own, imported where a model is built
     ([Add a model](../how-to/add-a-model.md))."""
-    path: str = ""
+    path: PathText = ""
     """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,
     `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama, Mistral
     or DeepSeek-V3 layout, or of tilewright's own, whose shape then replaces the fields below."""
