@@ -61,6 +61,41 @@ def test_a_run_that_is_not_there_is_told_before_torch_is_imported(command, tmp_p
     assert "torch" not in loaded_modules(code)
 
 
+PATHS = {
+    "data": ["--data.source", "nowhere"],
+    "rows": ["--data.source", "nowhere.jsonl", "--data.format", "chat"],
+    "one of several": ["--data.sources", '{ a = "nowhere" }'],
+    "images": ["--data.source", "nowhere", "--model.task", "image_classification", "--model.kind", "hf"],
+    "validation": ["--data.eval_source", "nowhere", "--data.source", ".", "--data.holdout", "0"],
+    "other text": ["--data.eval_source", "nowhere"],
+    "tokenizer": ["--data.tokenizer", "nowhere"],
+    "template": ["--data.source", ".", "--data.format", "chat", "--data.chat_template", "nowhere.jinja"],
+    "model": ["--model.path", "nowhere"],
+    "loaded model": ["--model.path", "./nowhere", "--model.kind", "hf", "--model.weights", "load"],
+    "teacher": ["--distill.teacher", "nowhere"],
+    "plan": ["--memory.plan", "nowhere"],
+}
+"""Settings that name something that is not there."""
+
+
+@pytest.mark.parametrize("settings", PATHS.values(), ids=PATHS)
+def test_a_path_that_is_not_there_is_said_before_torch_is_imported(settings, tmp_path):
+    """In the four parts of an error, once, and before there is a run folder."""
+    (tmp_path / "config.json").write_text("{}")
+    model = ["--model.path", "."] if "image_classification" in settings else []
+    command = ["train", "--run.name", "a", *settings, *model]
+    code = f"import os; os.chdir({str(tmp_path)!r}); from tilewright.cli.app import run; assert run({command!r}) == 2"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint('torch' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert result.stdout.splitlines()[-1] == "False"
+    assert result.stderr.count("tilewright: ") == 1
+    assert "nowhere" in result.stderr
+    assert all(f"\n  {part}" in result.stderr for part in ("where", "got", "need", "try"))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_report_needs_no_torch():
     """Nor does the download of `watch`, a process for each: they read records of a run."""
     code = "import tilewright.report.page, tilewright.report.watch.export, tilewright.cli.commands.outputs.report"

@@ -6,9 +6,11 @@ same for all layers. Nothing here knows tensors; `plan` makes memory plans, `tra
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from tilewright.core.config.recipe import TIERS, Offload, Recipe, Tier
+from tilewright.core.errors import ConfigError
 
 Activations = Literal["keep", "selective", "matmuls", "attention", "recompute"]
 """keep: everything that backward needs; selective: the outputs of matmuls and attention; matmuls, attention: the
@@ -98,6 +100,30 @@ class MemoryPlan:
 
     def __iter__(self) -> Iterator[LayerMemory]:
         yield from (self.embedding, *self.layers, self.head)
+
+
+def plan_text(path: Path) -> str:
+    """The text of a plan file; what it means is read in `planner.plan_file`.
+
+    Raises:
+        ConfigError: no such file, or one that cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise unreadable_plan(path, str(error.strerror)) from error
+
+
+def unreadable_plan(path: Path, why: str) -> ConfigError:
+    """The error of a plan file that is not there, or is none."""
+    return ConfigError(
+        "Plan file cannot be read",
+        got=why,
+        need="a file that `tilewright plan --out` wrote",
+        try_="tilewright plan RECIPE --out FILE, which makes one",
+        where=str(path),
+    )
 
 
 def memory_plan_of(recipe: Recipe, num_layers: int) -> MemoryPlan:

@@ -14,6 +14,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, kind_of
 from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.folder.resolve import teacher_at
 
 
 @dataclass(frozen=True)
@@ -57,28 +58,19 @@ def find_teacher(name: str) -> TeacherFolder:
     Raises:
         ConfigError: there is none, or it is no causal language model.
     """
-    path = Path(name).expanduser()
-    run = next((place for place in (path, Path("runs") / name) if (place / "run.toml").is_file()), None)
-    if run is None:
-        if (path / "config.json").is_file():
-            return TeacherFolder(path, None)
-        raise ConfigError(
-            "No such teacher",
-            got=name,
-            need="a run folder or its name below runs, or a folder with a config.json",
-            try_='distill.teacher = "runs/latest"',
-            where="distill.teacher",
-        )
-    recipe = load_recipe(run / "run.toml", environ={}).recipe
+    found = teacher_at(name)
+    if not (found / "run.toml").is_file():
+        return TeacherFolder(found, None)
+    recipe = load_recipe(found / "run.toml", environ={}).recipe
     if recipe.model.task != "causal_lm":
         raise ConfigError(
             "Teacher is no causal language model",
-            got=f'model.task = "{recipe.model.task}" in {run}',
+            got=f'model.task = "{recipe.model.task}" in {found}',
             need='model.task = "causal_lm"',
             try_="another run",
             where="distill.teacher",
         )
-    return TeacherFolder(run, recipe)
+    return TeacherFolder(found, recipe)
 
 
 READ = "read.json"

@@ -23,7 +23,7 @@ import tomlkit
 
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.hardware import Machine
-from tilewright.core.memory_plan import LayerMemory, MemoryPlan
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan, plan_text, unreadable_plan
 from tilewright.core.units import format_bytes, ranges
 from tilewright.planner.model.constraints import BESIDE
 from tilewright.planner.model.model_shape import ModelShape
@@ -180,7 +180,7 @@ def read_plan(path: str | Path) -> PlanFile:
     path = Path(path)
     # A file may have been edited: all of it is checked here, so that a run fails before its model is loaded.
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(plan_text(path))
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')!r}, not {FORMAT}")
         # 1. Each layer once, and all of them.
@@ -211,14 +211,8 @@ def read_plan(path: str | Path) -> PlanFile:
             ends=ends,
             predicted=raw["predicted"],
         )
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            "Plan file cannot be read",
-            got=f"{type(error).__name__}: {error}",
-            need="a file that `tilewright plan --out` wrote",
-            try_="tilewright plan RECIPE --out FILE, which makes one",
-            where=str(path),
-        ) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, KeyError, TypeError) as error:
+        raise unreadable_plan(path, f"{type(error).__name__}: {error}") from error
 
 
 def _numbers(text: str) -> list[int]:

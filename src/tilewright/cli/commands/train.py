@@ -9,9 +9,12 @@ import click
 from tilewright.cli.common import RecipeCommand, gc_paused, overrides, recipe_argument, verbosity
 from tilewright.core.config.edit import in_own_folder
 from tilewright.core.config.load import Loaded, load_recipe
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.unused import without_effect
 from tilewright.core.env import ranks
 from tilewright.core.errors import TilewrightError
 from tilewright.core.log import say
+from tilewright.core.memory_plan import plan_text
 
 if TYPE_CHECKING:
     from tilewright.training.assemble import RunContext
@@ -45,6 +48,7 @@ def train_and_judge(
         dry_run: two steps that keep nothing.
         on_setup: see `training.session.train`.
     """
+    _check_paths(loaded.recipe)
     with gc_paused():
         from tilewright.training.session import train as run_training  # torch, so only after the recipe is right
 
@@ -55,6 +59,35 @@ def train_and_judge(
         raise
     _conclude(loaded, dry_run)
     return result
+
+
+def _check_paths(recipe: Recipe) -> None:
+    """Check that what `train` is to read is there, before torch is imported, which takes seconds. The run finds the
+    same errors.
+
+    Raises:
+        TilewrightError: a setting names a path where nothing is.
+    """
+    from tilewright.data.chat.load import template_source
+    from tilewright.data.common.tokenizer_folder import tokenizer_at
+    from tilewright.data.sources.path_purpose import check_sources
+    from tilewright.models.folder.json_file import read_json
+    from tilewright.models.folder.resolve import is_hub_name, teacher_at
+
+    data, model, unread = recipe.data, recipe.model, without_effect(recipe)
+    images = model.task == "image_classification"
+    check_sources(data, images=images, unread=unread)
+    is_folder = bool(model.path) and not is_hub_name(model.path)
+    if is_folder:
+        read_json(Path(model.path).expanduser())
+    if data.tokenizer and "data.tokenizer" not in unread:
+        tokenizer_at(data.tokenizer)
+    if data.chat_template and data.format != "text" and (is_folder or not model.path):
+        template_source(data.chat_template, model.path or data.tokenizer)
+    if recipe.distill.teacher:
+        teacher_at(recipe.distill.teacher)
+    if recipe.memory.plan not in ("", "auto"):
+        plan_text(Path(recipe.memory.plan).expanduser())
 
 
 def _conclude(loaded: Loaded, dry_run: bool) -> None:

@@ -26,6 +26,7 @@ from tilewright.data.common.tokenizer_folder import (
     declared_stops,
     declared_tokens,
     special_names,
+    tokenizer_at,
     write_stops,
 )
 
@@ -250,16 +251,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     Raises:
         DataError: no such file, not a tokenizer, or nothing in it that could end a document.
     """
-    path = Path(path).expanduser()
-    file = path / TOKENIZER if path.is_dir() else path
-    if not file.is_file():
-        raise DataError(
-            "No tokenizer at this path",
-            where="data.tokenizer",
-            got=f"{path}, {'a folder without tokenizer.json' if path.is_dir() else 'which does not exist'}",
-            need="a tokenizer.json (Hugging Face tokenizers), or a folder that holds one",
-            try_='data.tokenizer = ""   (train one on the data)',
-        )
+    file = tokenizer_at(path)
     try:
         # A pattern that is not known is tried in the guarded process: it may take any time and memory.
         with failures_told("Tokenizer cannot be read"):

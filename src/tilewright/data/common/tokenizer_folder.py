@@ -106,6 +106,25 @@ def tokenizer_files(path: Path) -> list[Path]:
     return [found for found in (file, *(file.with_name(name) for name in _FILES)) if found.is_file()]
 
 
+def tokenizer_at(path: Path | str) -> Path:
+    """The tokenizer.json of a folder, or the file itself.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = Path(path).expanduser()
+    file = path / TOKENIZER if path.is_dir() else path
+    if file.is_file():
+        return file
+    raise DataError(
+        "No tokenizer at this path",
+        where="data.tokenizer",
+        got=f"{path}, {'a folder without tokenizer.json' if path.is_dir() else 'which does not exist'}",
+        need="a tokenizer.json (Hugging Face tokenizers), or a folder that holds one",
+        try_='data.tokenizer = ""   (train one on the data)',
+    )
+
+
 def folder_tokenizer(folder: str) -> str:
     """The tokenizer of a model's folder, whose ids its weights know.
 

@@ -4,10 +4,11 @@ What helps depends on the use: the installed text is no advice for a user who na
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tilewright.core.config.recipe import DataSection
 from tilewright.core.errors import DataError
 
 _ROWS = ".jsonl, .json, .csv, .tsv, .parquet or .arrow"
@@ -54,7 +55,7 @@ class Wanted:
             why: it cannot be had.
         """
         close, got, try_ = _close_names(path), f"{source[:200]!r}, {why}", self.try_
-        if not path.is_absolute():  # a run's settings, too, are read where a command runs
+        if not path.is_absolute():
             got += f"; looked for in {Path.cwd()}"
             try_ += f"; or an absolute path, or the command in the folder that {source[:200]!r} is in"
         return DataError(
@@ -168,6 +169,43 @@ def wanted_build(format: str) -> Wanted:
         format: `chat.format`.
     """
     return BUILD if format == "text" else _WANTED[format].named(BUILD.setting)
+
+
+def existing(root: Path, source: str, want: Wanted) -> Path:
+    """The path `root` that a purpose asks for, which is there.
+
+    Raises:
+        DataError: it is not.
+    """
+    try:
+        root.stat()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = "which does not exist" if absent else f"which cannot be read: {getattr(error, 'strerror', error)}"
+        raise want.absent(root, source, why) from None
+    return root
+
+
+def check_sources(data: DataSection, *, images: bool, unread: Container[str]) -> None:
+    """Check that the paths a run reads its data from are there; addresses are not asked.
+
+    Args:
+        data: of the recipe.
+        images: the run is on images.
+        unread: settings that have no effect.
+
+    Raises:
+        DataError: one is not.
+    """
+    want = IMAGES if images else wanted(data.format)
+    named = {f"data.sources.{name}": source for name, source in data.sources.items()} or {want.setting: data.source}
+    wants = {name: want.named(name, want.one_of_several) if data.sources else want for name in named}
+    if data.eval_source and "data.eval_source" not in unread:
+        other = wanted(data.format, "data.eval_source") if data.holdout else wanted_validation(data.format)
+        named[other.setting], wants[other.setting] = data.eval_source, other
+    for name, source in named.items():
+        if source != "installed" and "://" not in source:
+            existing(Path(source).expanduser(), source, wants[name])
 
 
 def better_format(want: Wanted, where: str, reason: str, fields: Sequence[str]) -> str:

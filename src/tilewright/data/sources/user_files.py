@@ -25,7 +25,7 @@ from tilewright.data.sources.find_files import Found, find_files, stat_key
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.parquet_and_arrow import arrow_parts, is_saved_dataset, parquet_parts, saved_dataset_parts
-from tilewright.data.sources.path_purpose import TEXT_SUFFIXES, Wanted, wanted
+from tilewright.data.sources.path_purpose import TEXT_SUFFIXES, Wanted, existing, wanted
 from tilewright.data.sources.source_parts import Part, Source, decode, looks_binary, printable, wide_encoding
 
 SEGMENT_BYTES = 1 << 20
@@ -102,21 +102,6 @@ def several_sources(
     digest = xxhash.xxh3_128(os.fsencode("\1".join(keys)))
     label = ", ".join(printable(path) for path in sources.values())
     return Source(label, digest.hexdigest(), tuple(parts), tuple(rejects), sizes, want)
-
-
-def existing(root: Path, source: str, want: Wanted) -> Path:
-    """`root` of the user's files, which is there.
-
-    Raises:
-        DataError: it is not.
-    """
-    try:
-        root.stat()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        absent = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = "which does not exist" if absent else f"which cannot be read: {getattr(error, 'strerror', error)}"
-        raise want.absent(root, source, why) from None
-    return root
 
 
 def _dataset_items(root: Path, found: Found, field: str | None, domains: tuple[str, ...]) -> list[Part | Rejected]:

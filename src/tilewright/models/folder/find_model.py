@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.core.errors import CheckpointError
+from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.folder.safetensors import weight_files
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[.-](?=[A-Za-z0-9_]))*"
@@ -100,6 +100,30 @@ def local_folder(name: str) -> str:
     repo, revision = split_name(name)
     folder = Hub(repo).cached(revision)
     return str(folder if folder is not None else find_model(name, weights=False).folder)
+
+
+def teacher_at(name: str) -> Path:
+    """Resolve the folder of a teacher: of a run, or of a Hugging Face model.
+
+    Args:
+        name: a run folder or its name below `runs`, or a folder with a config.json.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(name).expanduser()
+    for place in (path, Path("runs") / name):
+        if (place / "run.toml").is_file():
+            return place
+    if (path / "config.json").is_file():
+        return path
+    raise ConfigError(
+        "No such teacher",
+        got=name,
+        need="a run folder or its name below runs, or a folder with a config.json",
+        try_='distill.teacher = "runs/latest"',
+        where="distill.teacher",
+    )
 
 
 def missing_files(folder: Path, weights: bool) -> list[str]:

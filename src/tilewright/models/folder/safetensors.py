@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from tilewright.core.errors import CheckpointError
 from tilewright.models.folder.json_file import read_json
+
+if TYPE_CHECKING:  # names and places of tensors are found without torch
+    from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -119,7 +121,7 @@ def mismatch_error(
     )
 
 
-def check_no_adapters(state: Mapping[str, Tensor], folder: Path | str) -> None:
+def check_no_adapters(state: "Mapping[str, Tensor]", folder: Path | str) -> None:
     """Check before safetensors are written: raise where a model holds adapters or frozen FP8 weights, which a folder of
     whole weights has no names for.
 
