@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,6 +14,7 @@ from tilewright.cli.app import run
 from tilewright.cli.commands.machine import bench_step
 from tilewright.energy.processors import FoundCounters
 from tilewright.training.hooks import energy_hook
+from tilewright.training.runlog.run_folder import RunFolder
 
 SETTINGS = BASE | {"data.source": "texts", "data.cache_dir": "cache", "log.report": "true", "train.eval_batches": "2"}
 
@@ -53,6 +56,34 @@ def test_a_finished_run_goes_on_with_more_steps(here, capsys):
     assert run(["train", *arguments(run__name="longer", train__steps="5")]) == 0
     rows = (here / "runs" / "longer" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows if "loss" in json.loads(row)] == [1, 2, 3, 4, 5]
+
+
+REFUSED = {
+    "another model": {"model__dim": "32"},
+    "data that cannot be used": {"data__domains": '["none"]'},
+    "a run under way": {},
+    "no sound checkpoint": {},
+}
+"""Why a run is not continued, and what is typed to have it so."""
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_run_that_is_not_continued_says_the_error_alone(why, here, capsys):
+    """Not the verdict on what it was before."""
+    folder = here / "runs" / "refused"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(here / "runs" / "probe", folder)
+    page = (folder / "report.html").read_bytes()
+    if why == "no sound checkpoint":
+        for file in folder.glob("checkpoints/*/meta.json"):
+            file.write_text("{}")
+    with RunFolder(folder) if why == "a run under way" else nullcontext():
+        assert run(["train", *arguments(run__name="refused", train__steps="5", **REFUSED[why])]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("tilewright: ") == 1
+    assert "verdict" not in said.out + said.err
+    assert "report" not in said.out
+    assert (folder / "report.html").read_bytes() == page
 
 
 def test_eval_agrees_with_the_runs_own_last_evaluation(here, capsys):

@@ -70,6 +70,7 @@ def train(
     *,
     dry_run: bool = False,
     on_setup: Callable[[RunContext], None] | None = None,
+    on_begin: Callable[[], None] | None = None,
     hooks: Sequence[HookFactory] = (),
     executor: ExecutorKind | None = None,
 ) -> RunResult:
@@ -79,6 +80,7 @@ def train(
         loaded: a recipe from `core.config.load.load_recipe`.
         dry_run: run two real steps, print planned beside measured memory and time, keep nothing.
         on_setup: called with data and plan before the model is made; not of a dry run.
+        on_begin: called before the first step, and again where the run is made again; not of a dry run.
         hooks: each is called once the model is made, and gives what rides along with the steps. A run that times its
             steps, or goes back to a checkpoint, is made again, hooks too.
         executor: runs the steps instead of the one that the recipe names, at whose costs they are planned.
@@ -104,7 +106,9 @@ def train(
             _opened(loaded, world) as (folder, store, watch, lost),
             open_energy(loaded.recipe.energy, watch.world, folder, loaded.recipe.run.device) as energy,
         ):
-            session = TrainSession(loaded, folder, store, watch, began, on_setup, hooks, executor, lost, energy)
+            session = TrainSession(
+                loaded, folder, store, watch, began, on_setup, on_begin, hooks, executor, lost, energy
+            )
             return session.train()
 
 
@@ -143,6 +147,7 @@ class TrainSession:
     watch: LoneWatch
     began: float
     on_setup: Callable[[RunContext], None] | None
+    on_begin: Callable[[], None] | None
     hooks: Sequence[HookFactory]
     executor: ExecutorKind | None
     lost: tuple[RankRecord, ...]
@@ -227,6 +232,8 @@ class TrainSession:
                 setup = setup.lasting(on_first(self.world, many))
                 found = found.at_length(setup.recipe, times.spent_s)
             with self._assembled(setup, found, pulse) as run:
+                if self.on_begin is not None:
+                    self.on_begin()
                 run.begin(self.began)
                 if self.energy is not None:
                     run.recorder.event(found.step, "energy", self.energy.said())

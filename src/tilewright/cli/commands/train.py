@@ -52,10 +52,12 @@ def train_and_judge(
     with gc_paused():
         from tilewright.training.session import train as run_training  # torch, so only after the recipe is right
 
+    begun: list[bool] = []
     try:
-        result = run_training(loaded, dry_run=dry_run, on_setup=on_setup)
+        result = run_training(loaded, dry_run=dry_run, on_setup=on_setup, on_begin=lambda: begun.append(True))
     except TilewrightError:
-        _conclude(loaded, dry_run)
+        if begun:  # else what is there is of an earlier command, and the error is all there is to say
+            _conclude(loaded, dry_run)
         raise
     _conclude(loaded, dry_run)
     return result
