@@ -269,9 +269,19 @@ def test_ray_that_is_not_there(here, capsys, monkeypatch):
     [
         (["build", "none.toml"], "No such data.toml"),
         (["build", "--executor", "rank", "--processes", "2"], "a rank is one process"),
-        (["inspect"], "DIR, the folder of a built dataset"),
-        (["inspect", "in"], "No built dataset in this folder"),
-        (["inspect", "--step", "3"], "--run and --step belong together"),
+        (["build", "in"], "Settings of a data build are a file, not a folder"),
+        (["build", "."], "try tilewright data build data.toml"),
+        (["inspect"], "data inspect needs DIR, the folder of a built dataset"),
+        (["inspect", "--record", "a"], "data inspect needs DIR, the folder of a built dataset"),
+        (["inspect", "in"], "No built dataset at this path where in got no dataset.json"),
+        (["inspect", "none"], "No built dataset at this path where none got no such folder"),
+        (["inspect", "--step", "3"], "--run and --step belong together: --run RUN is missing"),
+        (["inspect", "in", "--run", "a", "--step", "3"], "--run and DIR are each for another question"),
+        (["inspect", "in", "--record", "a", "--diff", "b"], "--record and --diff are each for another question"),
+        (["skip"], "Missing argument 'RUN'"),
+        (["skip", "none"], "Missing option '--steps'"),
+        (["skip", "none", "--steps", "3"], "--steps 3 is not A:B"),
+        (["skip", "none", "--steps", "3:4"], "No such run"),
         (["inspect", "--run", "nowhere", "--step", "3"], "No such run"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -279,3 +289,11 @@ def test_ray_that_is_not_there(here, capsys, monkeypatch):
 def test_bad_input(here, capsys, arguments, words):
     assert run(["data", *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("group", ["data", "precision"])
+def test_a_group_alone_is_its_help(capsys, group):
+    assert run([group]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"Usage: tilewright {group} ")
+    assert said.err == ""

@@ -11,9 +11,12 @@ from tilewright.core.json_text import to_json
 from tilewright.core.log import say
 
 
-@click.group()
-def precision() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def precision(ctx: click.Context) -> None:
     """Find the fastest precision for a recipe within a loss budget."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @precision.command(cls=RecipeCommand)

@@ -43,14 +43,14 @@ def read_dataset(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: there is no finished dataset, or one of another version.
     """
-    unfinished = (folder / "work").is_dir()
+    unfinished, absent = (folder / "work").is_dir(), f"no {DATASET}" if folder.is_dir() else "no such folder"
     try:
         content = json.loads((folder / DATASET).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(
-            "Build of this dataset is not finished" if unfinished else "No built dataset in this folder",
+            "Build of this dataset is not finished" if unfinished else "No built dataset at this path",
             where=str(folder),
-            got=str(error) if not isinstance(error, FileNotFoundError) else f"no {DATASET}",
+            got=absent if isinstance(error, FileNotFoundError | NotADirectoryError) else str(error),
             need="the folder of a finished `tilewright data build`",
             try_="tilewright data build data.toml --out " + str(folder),
         ) from None

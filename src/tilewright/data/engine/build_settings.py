@@ -249,11 +249,17 @@ def load_data_toml(path: Path) -> DataBuild:
     if not path.is_file() and str(path) in shipped_builds():
         path = SHIPPED / f"{path}.toml"
     if not path.is_file():
+        is_folder = path.is_dir()
+        file = path / "data.toml" if is_folder else path
+        ready = is_folder and file.is_file()
         raise ConfigError(
-            "No such data.toml",
+            "Settings of a data build are a file, not a folder" if is_folder else "No such data.toml",
+            where="DATA.TOML of tilewright data build",
             got=str(path),
             need=f"a TOML file with the settings of a data build, or a shipped one: {', '.join(shipped_builds())}",
-            try_=f"echo 'read.source = \"FOLDER\"' > {shlex.quote(str(path))}",
+            try_=f"tilewright data build {shlex.quote(str(file))}"
+            if ready
+            else f"echo 'read.source = \"FOLDER\"' > {shlex.quote(str(file))}",
         )
     toml = read_toml(path)
     # 1. Names, with the line of each.

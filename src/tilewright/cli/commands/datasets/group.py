@@ -7,9 +7,12 @@ from tilewright.cli.commands.datasets.inspect import inspect_data
 from tilewright.cli.commands.datasets.skip import skip_data
 
 
-@click.group()
-def data() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def data(ctx: click.Context) -> None:
     """Build a dataset from raw files, look into one, and leave samples out."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 data.add_command(build)

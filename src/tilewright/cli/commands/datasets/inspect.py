@@ -22,7 +22,7 @@ _MOST_REASONS = 12  # in an error, which is at most a screen
 @click.option("--record", metavar="ID|PATH", help="Show records by id, its beginning, or file; a glob too.")
 @click.option("--reject", metavar="ID|PATH|RULE", help="Show what was dropped, by id, file, rule or stage; a glob too.")
 @click.option("--diff", "other", metavar="DIR", type=click.Path(path_type=Path), help="Compare with another build.")
-@click.option("--run", metavar="RUN", help="Show the samples of a step of this run; DIR is not needed.")
+@click.option("--run", metavar="RUN", help="Show the samples of a step of this run, without DIR.")
 @click.option("--step", type=click.IntRange(1), help="The step of --run.")
 @click.option("--most", type=click.IntRange(1), default=_MOST, show_default=True, help="Rows to show.")
 @json_option
@@ -43,13 +43,18 @@ def inspect_data(
 
     DIR is the folder of `tilewright data build`. Without an option: its counts, domains and reasons.
     """
+    given = {"--record": record, "--reject": reject, "--diff": other, "--run": run, "DIR": run and folder}
+    several = [name for name, value in given.items() if value is not None]
+    if len(several) > 1:
+        raise click.UsageError(f"{' and '.join(several)} are each for another question: one of them.", ctx)
     if (run is None) != (step is None):
-        raise click.UsageError("--run and --step belong together.", ctx)
+        lacking = "--step N" if step is None else "--run RUN"
+        raise click.UsageError(f"--run and --step belong together: {lacking} is missing.", ctx)
     if run is not None and step is not None:
         _step(find_run(run), step, most, as_json)
         return
     if folder is None:
-        raise click.UsageError("DIR, the folder of a built dataset, or --run RUN --step N.", ctx)
+        raise click.UsageError("data inspect needs DIR, the folder of a built dataset, or --run RUN --step N.", ctx)
     from tilewright.data.dataset.open_built import read_dataset
 
     content = read_dataset(folder)

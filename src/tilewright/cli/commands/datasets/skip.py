@@ -22,7 +22,7 @@ def skip_data(ctx: click.Context, run: str, steps: str) -> None:
     """
     found = _STEPS.fullmatch(steps)
     if found is None:
-        raise click.UsageError("--steps A:B, the first and the last step, as in --steps 990:1004.", ctx)
+        raise click.UsageError(f"--steps {steps} is not A:B, the first and the last step, as in --steps 990:1004.", ctx)
     from tilewright.training.components.run_samples import skip_steps
 
     folder = find_run(run)
