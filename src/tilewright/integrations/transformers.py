@@ -4,6 +4,7 @@ The Trainer keeps its loop, data, logging and checkpoints. Its own `bf16` and `f
 decide one thing.
 """
 
+import inspect
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from tilewright.core.errors import ConfigError
+from tilewright.core.log import say
 from tilewright.integrations.accelerate import AcceleratorScaler, convert_for
 from tilewright.integrations.transformers_control import ControllerCallback
 from tilewright.optim.adam import DeepSeekAdam
@@ -59,6 +61,13 @@ def attach(
     """
     policy = as_policy(policy)
     _check(trainer, policy)
+    if (times := times_too_large(trainer)) > 1:
+        say(
+            f"note: the loss of {type(_bare_model(trainer)).__name__} is the mean of a micro-batch, and Trainer adds "
+            f"{times} up as if each were divided by the step's tokens: loss and gradients are {times} times too large, "
+            "with tilewright and without. trainer.model_accepts_loss_kwargs = False, before training, divides them",
+            error=True,
+        )
     if control is not None:
         policy = replace(policy, keep="value")
     model = cast(nn.Module, trainer.model)
@@ -71,6 +80,37 @@ def attach(
         PrecisionController(model, control)  # what cannot be is said now, not when training begins
         trainer.add_callback(ControllerCallback(asdict(control)))
     return report
+
+
+def times_too_large(trainer: Trainer) -> int:
+    """How many times too large the losses of transformers' Trainer are; 1: they are right, as far as can be seen.
+
+    A model whose `forward` takes keywords gets the number of items of a step, and is trusted to divide its loss by it.
+    Masked models such as BERT take all keywords and make a mean of their own, which Trainer then does not divide by the
+    micro-batches of a step.
+    """
+    args = trainer.args
+    own = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
+    if own or args.label_smoothing_factor or getattr(trainer, "loss_is_scaled_for_ga", None) is not None:
+        return 1  # what is not the model's loss
+    if not trainer.model_accepts_loss_kwargs or not _makes_a_mean(_bare_model(trainer)):
+        return 1
+    ranks = trainer.accelerator.num_processes if args.average_tokens_across_devices else 1
+    return args.gradient_accumulation_steps * ranks
+
+
+def _bare_model(trainer: Trainer) -> nn.Module:
+    """The model of transformers' Trainer without accelerate's wrappers and peft's."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _makes_a_mean(model: nn.Module) -> bool:
+    """True if a model of transformers makes its loss in `forward` by torch's own, and not by its `loss_function`, which
+    divides by the number of items that it is given."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    names = {*code.co_names, *code.co_varnames} if code is not None else set()
+    return any(name.endswith("Loss") for name in names) and not names & {"loss_function", "num_items_in_batch"}
 
 
 class PrecisionCallback(TrainerCallback):
