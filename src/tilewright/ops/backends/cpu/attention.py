@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.attention_parts import added_mask, expand, first_keys, padded_values
 from tilewright.ops.backends.cpu import amx
+from tilewright.ops.backends.cpu.addresses import address
 from tilewright.ops.backends.cpu.build import AMX_ATTENTION, AVX512_ATTENTION
 from tilewright.ops.backends.ref.math import score_scale
 from tilewright.ops.base.dispatch import Case
@@ -228,8 +229,8 @@ def _call(
     batch, heads, positions, width = q.shape
     if first is not None:
         first = first.expand(batch, positions).contiguous()
-    pointers = [x.data_ptr() for x in (*operands, lse)]
-    pointers += [None if first is None else first.data_ptr(), *(x.data_ptr() for x in more)]
+    pointers = [address(x) for x in (*operands, lse)]
+    pointers += [address(first), *(address(x) for x in more)]
     strides = [x.stride(i) for x in (*operands, *more) for i in range(3)]
     sizes = (batch, heads, k.shape[1], positions, width)
     if function(

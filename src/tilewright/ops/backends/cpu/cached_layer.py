@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
+from tilewright.ops.backends.cpu.addresses import address
 from tilewright.ops.backends.cpu.build import CACHED_LAYER
 from tilewright.ops.backends.cpu.row_linear import DTYPES, MOST_ROWS
 from tilewright.ops.backends.ref.cached_layer import LayerWeights, RowPast
@@ -42,12 +43,12 @@ def cached_layer(
     x_ND, out_ND = x_ND.contiguous(), torch.empty((rows, width), dtype=dtype)
     angles = [each.to(torch.float32).expand(rows, -1).contiguous() for each in (cos_NR, sin_NR)]
     of_rows = (ctypes.c_int64 * (3 * rows))(
-        *(fact for keys_, values in pasts for fact in (keys_.data_ptr(), values.data_ptr(), len(keys_)))
+        *(fact for keys_, values in pasts for fact in (address(keys_), address(values), len(keys_)))
     )
     layer = (ctypes.c_int64 * 20)(
         *(rows, width, keys, len(attention.q) // (keys * dim) if attention else 0, dim, len(mlp.gate_FD) if mlp else 0),
-        *(each.data_ptr() if each is not None else 0 for each in (*(attention or [None] * 5), *(mlp or [None] * 4))),
-        *(each.data_ptr() for each in (*angles, x_ND, out_ND)),
+        *(address(each) or 0 for each in (*(attention or [None] * 5), *(mlp or [None] * 4))),
+        *(address(each) for each in (*angles, x_ND, out_ND)),
         ctypes.addressof(of_rows),
     )
     if CACHED_LAYER.functions.tw_cached_layer(dtype == torch.bfloat16, layer, eps, torch.get_num_threads()):

@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE, Tile
 from tilewright.formats.spec import E5M2, FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.backends.cpu.addresses import address
 from tilewright.ops.backends.cpu.build import FP8
 from tilewright.ops.backends.native.dequant_gemm import decoded_matmul, is_fast_bf16, tiled_of
 
@@ -66,9 +67,9 @@ def decode_bf16(tiled: TiledTensor, *, turn: bool = False) -> Tensor:
     out = torch.empty((rows, cols), dtype=torch.bfloat16)
     scale, (tile_rows, tile_cols) = tiled.scale_inv, tile.sizes(tiled.shape)
     FP8.functions.tw_decode(
-        tiled.spec == E5M2, turned, qdata.data_ptr(), rows, cols, qdata.stride(1 if turned else 0),
-        scale.data_ptr(), scale.stride(0), scale.stride(1), tile_rows, tile_cols,
-        out.data_ptr(), torch.get_num_threads(),
+        tiled.spec == E5M2, turned, address(qdata), rows, cols, qdata.stride(1 if turned else 0),
+        address(scale), scale.stride(0), scale.stride(1), tile_rows, tile_cols,
+        address(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -78,7 +79,7 @@ def is_exact(tiled: TiledTensor) -> bool:
     number."""
     scale = tiled.scale_inv
     sizes = (scale.shape[0], scale.shape[1], scale.stride(0), scale.stride(1))
-    return bool(FP8.functions.tw_is_exact(tiled.spec == E5M2, scale.data_ptr(), *sizes))
+    return bool(FP8.functions.tw_is_exact(tiled.spec == E5M2, address(scale), *sizes))
 
 
 def _is_turned(x: Tensor) -> bool:
@@ -93,8 +94,8 @@ def _row_major(x: Tensor) -> Tensor:
 def _run_encoder(kind: int, x: Tensor, spec: str, outputs: Sequence[Tensor | None]) -> None:
     x = _row_major(x if x.dtype == torch.bfloat16 else x.to(torch.float32))
     FP8.functions.tw_encode(
-        kind, x.dtype == torch.float32, FP8_SPECS[spec] == E5M2, x.data_ptr(), x.shape[0], x.shape[1], x.stride(0),
-        *(None if output is None else output.data_ptr() for output in outputs), torch.get_num_threads(),
+        kind, x.dtype == torch.float32, FP8_SPECS[spec] == E5M2, address(x), x.shape[0], x.shape[1], x.stride(0),
+        *(address(output) for output in outputs), torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewright.ops.backends.cpu.addresses import address
 from tilewright.ops.backends.cpu.build import LOW_BIT_ADAM
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors, factors
@@ -28,14 +29,10 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     qdata = (tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale)
     num_rows, length = tensors.rows
     LOW_BIT_ADAM.functions.tw_low_bit_adam(
-        kind, grad.dtype == torch.float32, target.data_ptr(), _address(low), _address(weight), grad.data_ptr(),
-        *(tensor.data_ptr() for tensor in qdata), num_rows, length, tensors.skip, *factors(hyper),
+        kind, grad.dtype == torch.float32, address(target), address(low), address(weight), address(grad),
+        *(address(tensor) for tensor in qdata), num_rows, length, tensors.skip, *factors(hyper),
         tensors.stream(hyper), torch.get_num_threads(),
     )  # fmt: skip
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def adam(
@@ -94,7 +91,7 @@ def _update(
     if grad.dtype not in (torch.float32, torch.bfloat16):
         grad = grad.to(torch.float32)
     LOW_BIT_ADAM.functions.tw_adam(
-        kind, exp_avg.dtype == torch.bfloat16, grad.dtype == torch.float32, param.data_ptr(), _address(weight),
-        grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), param.numel(), *floats, *streams,
+        kind, exp_avg.dtype == torch.bfloat16, grad.dtype == torch.float32, address(param), address(weight),
+        address(grad), address(exp_avg), address(exp_avg_sq), param.numel(), *floats, *streams,
         torch.get_num_threads(),
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
+from tilewright.ops.backends.cpu.addresses import address
 from tilewright.ops.backends.cpu.build import ROW_LINEAR
 from tilewright.ops.base.dispatch import Case
 
@@ -46,8 +47,8 @@ def row_linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Te
         bias_M = bias_M.contiguous()
     x, out = x.contiguous(), x.new_empty((*shape[:-1], num_out))
     no_memory = ROW_LINEAR.functions.tw_row_linear(
-        dtype == torch.bfloat16, x.data_ptr(), weight_MK.data_ptr(), pitch,
-        None if bias_M is None else bias_M.data_ptr(), out.data_ptr(), rows, num_out, width, torch.get_num_threads(),
+        dtype == torch.bfloat16, address(x), address(weight_MK), pitch,
+        address(bias_M), address(out), rows, num_out, width, torch.get_num_threads(),
     )  # fmt: skip
     if no_memory:
         raise MemoryError(f"no memory for {rows} rows of {width}")

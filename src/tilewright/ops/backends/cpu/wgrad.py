@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.ops.backends.cpu import amx
+from tilewright.ops.backends.cpu.addresses import address
 from tilewright.ops.backends.cpu.build import WGRAD
 from tilewright.ops.base.deferred_linear import LinearGemms
 from tilewright.ops.base.dispatch import Case
@@ -70,7 +71,7 @@ def add_weight_gradient_(out_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, *, adds: b
         return
     dy_NM, x_NK = (operand if operand.stride(1) == 1 else operand.contiguous() for operand in (dy_NM, x_NK))
     no_memory = amx.functions(WGRAD).tw_weight_gradient(
-        dy_NM.data_ptr(), dy_NM.stride(0), x_NK.data_ptr(), x_NK.stride(0), out_MK.data_ptr(),
+        address(dy_NM), dy_NM.stride(0), address(x_NK), x_NK.stride(0), address(out_MK),
         dy_NM.shape[0], *out_MK.shape, adds, torch.get_num_threads(),
     )  # fmt: skip
     if no_memory:
