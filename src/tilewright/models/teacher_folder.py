@@ -14,7 +14,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, kind_of
 from tilewright.models.decoder.config import DecoderConfig
-from tilewright.models.folder.resolve import teacher_at
+from tilewright.models.folder.find_model import teacher_at
 
 
 @dataclass(frozen=True)

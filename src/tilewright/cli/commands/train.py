@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from tilewright.cli.common import RecipeCommand, gc_paused, overrides, recipe_argument, verbosity
-from tilewright.core.config.edit import in_own_folder
+from tilewright.core.config.change_recipe import in_own_folder
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.unused import without_effect
+from tilewright.core.config.unused_settings import without_effect
 from tilewright.core.env import ranks
 from tilewright.core.errors import TilewrightError
 from tilewright.core.log import say
@@ -73,8 +73,8 @@ def _check_paths(recipe: Recipe) -> None:
     from tilewright.data.chat.load import template_source
     from tilewright.data.common.tokenizer_folder import tokenizer_at
     from tilewright.data.sources.path_purpose import check_sources
+    from tilewright.models.folder.find_model import is_hub_name, teacher_at
     from tilewright.models.folder.json_file import read_json
-    from tilewright.models.folder.resolve import is_hub_name, teacher_at
 
     data, model, unread = recipe.data, recipe.model, without_effect(recipe)
     images = model.task == "image_classification"

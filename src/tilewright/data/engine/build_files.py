@@ -27,7 +27,6 @@ from tilewright.data.sources.installed_text import installed_source
 from tilewright.data.sources.parquet_and_arrow import is_saved_dataset
 from tilewright.data.sources.path_purpose import BUILD, existing
 from tilewright.data.sources.source_parts import Part, Source, printable
-from tilewright.data.sources.user_files import existing
 
 INSTALLED = "installed"
 _LONGEST_CAPTIONS = 1 << 60
