@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from tilewright.parallel.pipeline.balance.assign import Places, WeighedDocuments, assign
+from tilewright.parallel.pipeline.balance.assign_counts import assigned_work, exact_work
 from tilewright.parallel.pipeline.balance.resplit import SplitCosts, best_split, common_split
 from tilewright.parallel.pipeline.stage_split import Pipeline
 from tilewright.planner.simulate.pass_costs import KindSeconds, Network, PassCosts, StepCosts, by_rank, ready_one_by_one
@@ -122,30 +122,27 @@ class SimulatedCase:
             found.append(1 / max(one / speed for one, speed in zip(load, speeds, strict=True)))
         return found
 
-    def places(self, lengths_N: np.ndarray) -> Places:
-        """Documents of a case by row and micro-batch."""
+    def work(self, lengths_N: np.ndarray) -> list[list[float]]:
+        """Costs of the micro-batches of a case's step by row, as those of their documents add up."""
         if self.packing in ("padded", "fixed"):
             each = len(lengths_N) // (self.rows * self.count)
-            parts = np.arange(self.rows * self.count * each).reshape(self.rows, self.count, each)
-            return parts.tolist()
-        costs = lengths_N if self.packing == "tokens" else self.documents.of(lengths_N)
-        step = WeighedDocuments(lengths_N.tolist(), [float(one) for one in costs])
+            costs_N = self.documents.of(lengths_N)
+            if self.packing == "padded":
+                return [[each * float(costs_N.max())] * self.count for _ in range(self.rows)]
+            parts = costs_N[: self.rows * self.count * each].reshape(self.rows, self.count, each)
+            return [[exact_work(one) for one in row] for row in parts]
+        lengths_U, numbers_U = np.unique(lengths_N, return_counts=True)
+        work_U = self.documents.of(lengths_U)
         speeds = self.row_speeds() if self.by_speed else [1.0] * self.rows
-        found = assign(step, speeds, self.count, int(lengths_N.sum()))
-        assert found is not None, "micro-batches of any length take all documents"
-        return found
+        costs_U = lengths_U.astype(np.float64) if self.packing == "tokens" else work_U
+        return assigned_work(costs_U, numbers_U, work_U, speeds, self.count)
 
     def costs(self, lengths_N: np.ndarray) -> StepCosts:
         """The costs of a case's step with documents of these lengths, int64 [N]."""
-        costs_N = self.documents.of(lengths_N)
-        work = [[math.fsum(costs_N[i] for i in one) for one in row] for row in self.places(lengths_N)]
-        unit = float(costs_N.sum()) / (self.rows * self.count)
-        if self.packing == "padded":
-            each = len(lengths_N) // (self.rows * self.count)
-            work = [[each * float(costs_N.max())] * self.count for _ in range(self.rows)]
+        unit = float(self.documents.of(lengths_N).sum()) / (self.rows * self.count)
         passes = PassCosts(
             self.kinds,
-            tuple(tuple(one / unit for one in row) for row in work),
+            tuple(tuple(one / unit for one in row) for row in self.work(lengths_N)),
             tuple(self.splits()),
             self.row_of_speeds,
         )
