@@ -62,7 +62,7 @@ REFUSED = {
     "another model": {"model__dim": "32"},
     "data that cannot be used": {"data__domains": '["none"]'},
     "a run under way": {},
-    "no sound checkpoint": {},
+    "no valid checkpoint": {},
 }
 """Why a run is not continued, and what is typed to have it so."""
 
@@ -74,7 +74,7 @@ def test_a_run_that_is_not_continued_says_the_error_alone(why, here, capsys):
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(here / "runs" / "probe", folder)
     page = (folder / "report.html").read_bytes()
-    if why == "no sound checkpoint":
+    if why == "no valid checkpoint":
         for file in folder.glob("checkpoints/*/meta.json"):
             file.write_text("{}")
     with RunFolder(folder) if why == "a run under way" else nullcontext():

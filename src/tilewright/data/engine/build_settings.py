@@ -6,7 +6,6 @@ value is a good first one: Gopher is Rae et al. 2021 (arXiv 2112.11446, appendix
 """
 
 import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,6 +20,7 @@ from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
 from tilewright.data.readers.file_kinds import KINDS, SUFFIX
 from tilewright.data.sources.hub import PREFIX
+from tilewright.data.sources.path_purpose import no_build_settings
 from tilewright.data.stages.chat import chat_settings as chats
 from tilewright.data.stages.chat.chat_settings import ChatSection
 from tilewright.data.stages.scores import score_settings as scores
@@ -249,18 +249,7 @@ def load_data_toml(path: Path) -> DataBuild:
     if not path.is_file() and str(path) in shipped_builds():
         path = SHIPPED / f"{path}.toml"
     if not path.is_file():
-        is_folder = path.is_dir()
-        file = path / "data.toml" if is_folder else path
-        ready = is_folder and file.is_file()
-        raise ConfigError(
-            "Settings of a data build are a file, not a folder" if is_folder else "No such data.toml",
-            where="DATA.TOML of tilewright data build",
-            got=str(path),
-            need=f"a TOML file with the settings of a data build, or a shipped one: {', '.join(shipped_builds())}",
-            try_=f"tilewright data build {shlex.quote(str(file))}"
-            if ready
-            else f"echo 'read.source = \"FOLDER\"' > {shlex.quote(str(file))}",
-        )
+        raise no_build_settings(path, shipped_builds())
     toml = read_toml(path)
     # 1. Names, with the line of each.
     problems: list[Problem] = []

@@ -4,12 +4,13 @@ What helps depends on the use: the installed text is no advice for a user who na
 """
 
 import difflib
+import shlex
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilewright.core.config.recipe import DataSection
-from tilewright.core.errors import DataError
+from tilewright.core.errors import ConfigError, DataError
 
 _ROWS = ".jsonl, .json, .csv, .tsv, .parquet or .arrow"
 _TALK = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]}'
@@ -184,6 +185,24 @@ def existing(root: Path, source: str, want: Wanted) -> Path:
         why = "which does not exist" if absent else f"which cannot be read: {getattr(error, 'strerror', error)}"
         raise want.absent(root, source, why) from None
     return root
+
+
+def no_build_settings(path: Path, shipped: Sequence[str]) -> ConfigError:
+    """The error of a path where the settings of a data build were looked for, and are not.
+
+    Args:
+        path: a folder, or of nothing.
+        shipped: names of the settings that come with tilewright.
+    """
+    file = path / "data.toml" if path.is_dir() else path
+    build, write = f"tilewright data build {shlex.quote(str(file))}", f"> {shlex.quote(str(file))}"
+    return ConfigError(
+        "Settings of a data build are a file, not a folder" if path.is_dir() else "No such data.toml",
+        where="DATA.TOML of tilewright data build",
+        got=str(path),
+        need=f"a TOML file with the settings of a data build, or a shipped one: {', '.join(shipped)}",
+        try_=build if file.is_file() else f"echo 'read.source = \"FOLDER\"' {write}",
+    )
 
 
 def check_sources(data: DataSection, *, images: bool, unread: Container[str]) -> None:
