@@ -8,9 +8,19 @@ from benchmarks.rows.verdict import UNDECIDED, Verdict, errors, interval_of_mean
 
 
 def default_job() -> Iterator[Row]:
+    yield from of("first_run_*", _first_run)
     yield from of("default_job_[!s]*", _default_job)
     metric = "a step with Muon against one with AdamW, default model"
     yield from of("muon_step_*", Claim("{result}", metric, "at most 1.15x", "muon_over_adamw"))
+
+
+def _first_run(result: Result) -> Iterator[Row]:
+    found, target = result.results, "at most 2.3" if result.name.endswith("avx2") else "at most 1.9"
+    metric = "bits per byte of held-out text after `tilewright train` in an empty folder"
+    yield row(result, f"{result.name}_bits", metric, target, found["bits_per_byte"], "{:.2f}")
+    minutes, said = found["training_s"] / 60, f"{found['training_s'] // 60:.0f}m{found['training_s'] % 60:02.0f}s"
+    said += f", {found['steps']:,} steps; the command took {found['whole_s'] / 60:.1f} minutes"
+    yield row(result, f"{result.name}_minutes", "minutes of that training", "at most 5.5", minutes, said=said)
 
 
 def _default_job(result: Result) -> Iterator[Row]:
