@@ -107,7 +107,7 @@ def call_in_fork(
     Raises:
         AssertionError: it gave no result.
     """
-    request = json.dumps({"level": 20, "arguments": arguments})
+    request = json.dumps({"level": 20, "arguments": arguments, "parent": _PARENT})
     command = Command([request], module=module, environ=environ)
     on_start(command)
     said, _ = command.communicate(timeout=240)
@@ -132,7 +132,11 @@ def workers_from_fork_server(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalExecutor, "pool_of", pool_of)
 
 
+_PARENT = "the fork server"
+
+
 def _main(args: list[str], module: str, leads: bool, environ: dict[str, str], said: str) -> None:
+    args = [arg.replace(json.dumps(_PARENT), str(os.getppid())) for arg in args]
     file = os.open(said, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(file, number)

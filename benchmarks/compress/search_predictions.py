@@ -24,7 +24,7 @@ from tilewright.compress.budget.call_seconds import machine_clock
 from tilewright.compress.search.choose_shapes import ChosenShape
 from tilewright.compress.search.library.assemble_decoder import config_with
 from tilewright.compress.search.search_settings import KINDS
-from tilewright.compress.search.table.latency import model_latency
+from tilewright.compress.search.table.latency import model_calls
 from tilewright.models.build import decoder_shapes, init_weights, materialize
 
 CLAIM = (
@@ -73,7 +73,7 @@ def timed(study: Study, shape: ChosenShape, context: int) -> dict[str, Any]:
     model = decoder_shapes(config_with(search.config, search.choices_named(names)), study.source.model.kernels)
     materialize(model, "cpu")
     init_weights(model, 0)
-    latency, _ = model_latency(model, context, machine_clock()[1])
+    latency = search.timed(model_calls(model, context))
     return {
         "token": shape.cost("token", rest) / latency.token.least,
         "prefill": shape.cost("prefill", rest) / latency.prefill.least,

@@ -16,8 +16,8 @@ python -m benchmarks.compress.search_uniform --work FOLDER [--steps 160] [--seed
 needs and no more, so that seeds can be trained side by side.
 """
 
+import os
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,6 +41,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
+from tilewright.training.components.dataset import prepare_data
 from tilewright.training.session import train
 
 CLAIM = "searched layers answer a cached token at 512 at least 12 % faster than the best uniform decoder of equal FLOPs"
@@ -57,6 +58,12 @@ _WIDTH = 32
 """FFN widths are multiples of this."""
 
 
+def processor_seconds() -> float:
+    """Seconds of the processor that this process took, and its children that have ended: trainings of several seeds may
+    run side by side."""
+    return sum(os.times()[:4])
+
+
 class Study:
     """A run of one seed, its search, and what is trained beside it; each kept when it ends.
 
@@ -71,13 +78,16 @@ class Study:
         self, args: Namespace, seed: int, changes: Mapping[str, Any] = NO_CHANGES, context: int = CONTEXT
     ) -> None:
         self.args, self.seed, self.folder = args, seed, args.work / f"seed-{seed}"
+        self.run = self.case("run", lambda: self.of_parent(changes))
         self.source = open_to_export(self.trained("run", args.recipe, changes))
         settings = LayerSearchSettings.of(
             args.limits, args.kinds, context=context, block_steps=args.block_steps, steps=args.shape_steps
         )
+        began = processor_seconds()
         self.search = LayerSearch(
             self.source, settings, self.folder / "searched", open_to_export, lambda text: print(text, flush=True)
         )
+        self.opening_s = processor_seconds() - began
 
     def trained(self, name: str, recipe: str | Path, settings: Mapping[str, Any]) -> Path:
         """The folder of a run from scratch, at its last step."""
@@ -93,6 +103,14 @@ class Study:
     def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What was measured under this name, in this command or one before it."""
         return KeptCases(self.folder / "cases.json").of(name, measure)
+
+    def of_parent(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Seconds of the processor that training the run takes, once its data is prepared."""
+        load = load_recipe(self.args.recipe, {key: str(value) for key, value in changes.items()}, environ={})
+        prepare_data(load.recipe)
+        began = processor_seconds()
+        self.trained("run", self.args.recipe, changes)
+        return {"training_s": processor_seconds() - began}
 
     def of_run(self, folder: Path) -> dict[str, Any]:
         """Held-out loss and counted costs of a trained run."""
@@ -131,15 +149,12 @@ class Study:
         return {"prefill": prefill, "token": token}, {name: cache.num_bytes for name, cache in caches.items()}
 
     def found(self) -> dict[str, Any]:
-        """The shape that was found, trained from scratch; and what finding it took, over one such training.
-
-        Seconds of the processor: trainings of several seeds may run side by side.
-        """
-        began = time.process_time()
+        """The shape that was found, trained from scratch; and the seconds of the processor that finding it took."""
+        began = processor_seconds()
         self.search.run()
-        searched = time.process_time()
+        searched = processor_seconds()
         found = self.of_run(self.trained("found", self.search.out / RECIPE, {}))
-        took = {"search_s": searched - began, "training_s": time.process_time() - searched}
+        took = {"search_s": self.opening_s + searched - began, "training_s": processor_seconds() - searched}
         return found | took
 
     def uniform(self, design: tuple[int, ...], flops: float) -> dict[str, Any]:
@@ -210,6 +225,8 @@ def of_seed(study: Study) -> dict[str, Any]:
     as_good = [name for name, row in alike.items() if row["loss"] <= found["loss"]]
     fastest = min(as_good, key=lambda name: alike[name]["token"], default=None)
     return {
+        "run": study.run,
+        "search over training the run": found["search_s"] / study.run["training_s"],
         "found": found,
         "uniform": alike,
         "beside the best": beside(found, alike[best], seconds, best),

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.models.shapes import MIXED, SHAPES, make_decoder
-from tilewright.compress.budget.call_seconds import Seconds, measure
+from tilewright.compress.budget.call_seconds import Seconds, measure, measure_beside
 from tilewright.compress.search.library.layer_parts import PARTS, PartPlace, joined, places
 from tilewright.compress.search.library.replacement_choices import choices_at
 from tilewright.compress.search.search_settings import KINDS, MEASURES
 from tilewright.compress.search.table import latency_table
 from tilewright.compress.search.table.choice_costs import costs_of, measured_costs, rest_of, shape_key
-from tilewright.compress.search.table.latency import Latency, model_latency, part_latency
+from tilewright.compress.search.table.latency import Calls, Latency, model_calls, part_calls
 
 
 def clock_of(durations):
@@ -58,13 +58,12 @@ def test_each_cost_of_the_run_is_the_sum_of_its_parts_and_the_rest(name):
     for place, found in choices.items():
         for choice in found:
             if choice.shape is not None and shape_key(config, place, choice.shape) not in table:
-                latency, cache = part_latency(
-                    config, place.layer, choice.shape, model.kernels, stack_bytes=0, context=context, clock=clock
-                )
-                table[shape_key(config, place, choice.shape)] = latency.to_json() | {"cache": cache}
+                calls = part_calls(config, place.layer, choice.shape, model.kernels, stack_bytes=0, context=context)
+                row = calls.latency(clock).to_json() | {"cache": calls.cache}
+                table[shape_key(config, place, choice.shape)] = row
     own = {place: costs_of(config, place, found[0], table, context) for place, found in choices.items()}
     one = Seconds(0.5, 0.0, True)
-    whole = measured_costs(model, Latency(one, one), model_latency(model, context, clock)[1], context)
+    whole = measured_costs(model, Latency(one, one), model_calls(model, context).cache, context)
     rest = rest_of(whole, own)
     outer = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in model.blocks.parameters())
     assert rest["parameters"] == outer
@@ -75,11 +74,35 @@ def test_each_cost_of_the_run_is_the_sum_of_its_parts_and_the_rest(name):
         assert whole[name] == pytest.approx(rest[name] + sum(costs[name] for costs in own.values()))
 
 
-def test_a_machine_that_changed_meanwhile_is_unsteady():
-    steady = Seconds(1.0, 0.02, True)
-    assert steady.beside(Seconds(1.05, 0.0, True)) == Seconds(1.0, pytest.approx(0.05), True)
-    assert Seconds(1.2, 0.0, True).beside(steady) == Seconds(1.0, pytest.approx(0.2), False)
-    assert not Latency(steady, steady).beside(Latency(steady, Seconds(0.5, 0.0, True))).steady
+def test_a_machine_that_changes_meanwhile_changes_no_latency():
+    """It slows to a third between two turns, and what is timed in turns with the run has its share of the run."""
+    now, slow, calls = [0.0], [1.0], []
+
+    def lasting(seconds):
+        def call():
+            now[0] += seconds * slow[0]
+            calls.append(seconds)
+            slow[0] = 3.0 if len(calls) >= 6 else 1.0
+
+        return call
+
+    known = Seconds(2.0, 0.0, True)
+    found = measure_beside(lasting(0.5), lasting(1.0), known, lambda: now[0])
+    assert found == Seconds(pytest.approx(1.0), pytest.approx(0.0), True)
+    assert calls == [0.5, 1.0] * 6
+    run, stack = (Calls(lasting(s), lasting(s / 4), 0, copies) for s, copies in ((1.0, 1), (2.0, 4)))
+    shared = stack.latency_beside(run, Latency(known, Seconds(1.0, 0.0, True)), lambda: now[0])
+    assert shared == Latency(Seconds(pytest.approx(1.0), 0.0, True), Seconds(pytest.approx(0.5), 0.0, True))
+
+
+def test_ratios_that_differ_are_measured_again_and_then_said():
+    calls = []
+    found = measure_beside(
+        lambda: calls.append(1), lambda: None, Seconds(1.0, 0.0, True), clock_of([1.0, 1.0, 3.0, 1.0])
+    )
+    assert not found.steady
+    assert found.spread > 0.1
+    assert len(calls) == 1 + 3 * 5
 
 
 def test_shapes_that_differ_are_timed_apart():
@@ -101,9 +124,9 @@ def test_a_model_is_timed_with_its_cache_and_left_as_it_was():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seen = []
     handle = model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
-    model_latency(model, 6, clock_of([1.0]))
+    model_calls(model, 6).latency(clock_of([1.0]))
     handle.remove()
-    assert seen == [6] * 10 + [1] * 10
+    assert seen == [6] * 11 + [1] * 10
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert shape_key(model.config, PartPlace(0, "ffn"), model.config.shape) == "ffn 96"
@@ -118,23 +141,26 @@ def test_layers_cost_what_they_take_whichever_parts_they_have(name, monkeypatch)
     def seconds(shape):
         return 1.0 + 0.25 * shape.num_heads + 0.5 * shape.num_kv_heads + shape.sliding_window / 8 + shape.ffn_dim / 64
 
-    def part_latency(config, layer, shape, kernels, **others):
+    def timed(shape):
         found = Seconds(seconds(shape), 0.0, True)
-        return Latency(found, found), 0
+        return Latency(found, found)
 
-    monkeypatch.setattr(latency_table, "part_latency", part_latency)
+    monkeypatch.setattr(
+        latency_table, "part_calls", lambda config, layer, shape, *rest, **others: Calls(shape, shape, 0)
+    )
     rows, said = {}, []
     choices = {place: choices_at(config, place, KINDS) for place in places(config)}
 
     def measure_again():
         return latency_table.measure_table(
-            config, None, choices, rows, stack_bytes=0, context=8, clock=None,
+            config, None, choices, rows, stack_bytes=0, context=8, timed=lambda calls: timed(calls.prefill),
             is_known=lambda row: row is not None, report=lambda key, latency: said.append(key),
         )  # fmt: skip
 
-    assert measure_again()
+    measure_again()
     assert sorted(said) == sorted(rows)
-    assert not measure_again()
+    measure_again()
+    assert sorted(said) == sorted(rows)
     for layer, shape in enumerate(config.shapes):
         if not (shape.num_heads and shape.ffn_dim):
             continue

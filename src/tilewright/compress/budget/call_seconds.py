@@ -16,6 +16,8 @@ _AGAIN = 3
 """Times that an unsteady call is measured at most."""
 _STEADY = 0.1
 """Largest spread of a steady call."""
+_TURNS, _TURNS_S = 5, 0.3
+"""Turns of two calls, and seconds of them, at least."""
 
 Clock = Callable[[], float]
 
@@ -25,8 +27,10 @@ class Seconds:
     """Measured seconds of a call.
 
     Args:
-        least: of all repeats; what else runs on the machine only adds.
-        spread: median of the last repeats over the least, less one.
+        least: of all repeats; what else runs on the machine only adds. Of a call in turns with another one: the seconds
+            of that one, times the median ratio.
+        spread: median of the last repeats over the least, less one. Of ratios half the distance of their quartiles,
+            over the median.
         steady: whether the spread was at most 10 %, at last.
     """
 
@@ -37,17 +41,6 @@ class Seconds:
     def to_json(self) -> dict[str, float | bool]:
         """Seconds of a call as plain types."""
         return asdict(self)
-
-    def beside(self, later: "Seconds") -> "Seconds":
-        """Seconds of both measurements of one call, which was measured again some time later.
-
-        Example:
-            >>> Seconds(1.0, 0.0, True).beside(Seconds(1.5, 0.1, True))
-            Seconds(least=1.0, spread=0.5, steady=False)
-        """
-        low, high = sorted((self.least, later.least))
-        spread = max(self.spread, later.spread, high / max(low, 1e-9) - 1)
-        return Seconds(low, spread, spread <= _STEADY)
 
 
 def machine_clock() -> tuple[str, Clock]:
@@ -82,3 +75,40 @@ def measure(call: Callable[[], object], clock: Clock) -> Seconds:
         if spread <= _STEADY:
             break
     return Seconds(min(found), spread, spread <= _STEADY)
+
+
+def measure_beside(call: Callable[[], object], other: Callable[[], object], seconds: Seconds, clock: Clock) -> Seconds:
+    """Time a call in turns with another one that was timed before: a machine's speed drifts by more than calls differ,
+    and two that follow each other meet the same machine.
+
+    Args:
+        call: the same each time.
+        other: which the call is compared with.
+        seconds: of the other one.
+        clock: seconds.
+
+    Example:
+        >>> ticks = iter(range(100))
+        >>> measure_beside(lambda: next(ticks), lambda: None, Seconds(3.0, 0.0, True), lambda: float(next(ticks)))
+        Seconds(least=6.0, spread=0.0, steady=True)
+    """
+
+    def timed(one: Callable[[], object]) -> float:
+        began = clock()
+        one()
+        return clock() - began
+
+    call()
+    other()
+    ratios: list[float] = []
+    for _ in range(_AGAIN):
+        turns, spent = 0, 0.0
+        while turns < _TURNS or spent < _TURNS_S:
+            mine, theirs = timed(call), timed(other)
+            ratios.append(mine / max(theirs, 1e-9))
+            turns, spent = turns + 1, spent + mine + theirs
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        spread = (high - low) / 2 / max(middle, 1e-9)
+        if spread <= _STEADY:
+            break
+    return Seconds(middle * seconds.least, spread, spread <= _STEADY)

@@ -7,6 +7,7 @@ where it was stopped, and other limits use what was measured.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ from tilewright.compress.search.choose_shapes import (
 from tilewright.compress.search.library.assemble_decoder import config_with
 from tilewright.compress.search.library.layer_parts import PartPlace, places
 from tilewright.compress.search.library.replacement_choices import OWN, PartChoice, choices_at, why_whole
-from tilewright.compress.search.library.replacement_scores import first_rows, score_choices
+from tilewright.compress.search.library.replacement_scores import as_computed, mode_of, score_choices, scored_rows
 from tilewright.compress.search.library.train_replacements import TrainedPart, key_of, train_library
 from tilewright.compress.search.recipe_file import recipe_text
 from tilewright.compress.search.search_seconds import SearchWork, stage_seconds
 from tilewright.compress.search.search_settings import IN_WORDS, LayerSearchSettings
 from tilewright.compress.search.table.choice_costs import Costs, costs_of, measured_costs, rest_of
-from tilewright.compress.search.table.latency import Latency, model_latency
+from tilewright.compress.search.table.latency import Calls, Latency, model_calls
 from tilewright.compress.search.table.latency_table import measure_table
 from tilewright.compress.search.trained_shape import ShapeTrainer, shape_name
 from tilewright.core.atomic_io import write_whole
@@ -82,7 +83,8 @@ class LayerSearch:
         kinds, seq_len = self.settings.kinds, self.source.recipe.data.seq_len
         self.choices = {place: choices_at(self.config, place, kinds, seq_len) for place in places(self.config)}
         began = time.perf_counter()
-        self.whole = row_losses_of(self.model, self.batches)
+        self.mode = mode_of(self.source.recipe)
+        self.whole = row_losses_of(as_computed(self.model, self.mode), self.batches)
         self._evaluation_s = time.perf_counter() - began
         if not self.whole.domains:
             raise ConfigError(
@@ -93,7 +95,7 @@ class LayerSearch:
                 where=str(self.source.run),
             )
         self.settings = replace(self.settings, block_steps=self.block_steps)
-        self.scored = first_rows(self.batches, self.settings.score_rows)
+        self.scored = scored_rows(self.batches, self.settings.score_rows)
         self.clock_name, self._clock = machine_clock()
         self.record = self._found_record()
 
@@ -164,7 +166,7 @@ class LayerSearch:
     def measure(self) -> None:
         """Measure for a search of layers: library, scores and latency table, what is not in the record yet."""
         rows, scores = self.record["library"], self.record["scores"]
-        folder, whole = self.out / "blocks", row_losses_of(self.model, self.scored)
+        folder, whole = self.out / "blocks", row_losses_of(as_computed(self.model, self.mode), self.scored)
         self._write()  # before the first file that it is of
 
         def trained(key: str, row: TrainedPart) -> None:
@@ -190,7 +192,9 @@ class LayerSearch:
             steps=self.block_steps, seed=self.source.recipe.run.seed, report=trained,
             done=lambda key: key in rows and (folder / f"{key}.safetensors").is_file(),
         )  # fmt: skip
-        score_choices(self.model, self.scored, self.choices, folder, done=scores.__contains__, report=scored)
+        score_choices(
+            self.model, self.scored, self.choices, folder, mode=self.mode, done=scores.__contains__, report=scored
+        )
         self._measure_latency()
 
     def solve(self) -> list[ChosenShape]:
@@ -251,32 +255,35 @@ class LayerSearch:
         if found.get("clock", self.clock_name) != self.clock_name:
             found.clear()  # other threads
         found["clock"] = self.clock_name
-        if not self._is_known(found.get("run")):
-            latency, cache = model_latency(self.model, self.settings.context, self._clock)
-            found["run"] = self._said("the run", latency).to_json() | {"cache": cache}
+        if "run" not in found:  # all others are timed in turns with it
+            latency = self._said("the run", self._run_calls.latency(self._clock))
+            found["run"] = latency.to_json() | {"cache": self._run_calls.cache}
             self._write()
 
         def report(key: str, latency: Latency) -> None:
             self._said(key, latency)
             self._write()
 
-        measured = measure_table(
+        measure_table(
             self.config, self.model.kernels, self.choices, found.setdefault("parts", {}),
             stack_bytes=sum(param.numel() * param.element_size() for param in self.model.blocks.parameters()),
-            context=self.settings.context, clock=self._clock, is_known=self._is_known, report=report,
+            context=self.settings.context, timed=self.timed, is_known=self._is_known, report=report,
         )  # fmt: skip
-        if measured:  # the machine may have changed meanwhile
-            later, cache = model_latency(self.model, self.settings.context, self._clock)
-            both = Latency.from_json(found["run"]).beside(later)
-            found["run"] = self._said("the run, before and after the table", both).to_json() | {"cache": cache}
-            self._write()
+
+    @cached_property
+    def _run_calls(self) -> Calls:
+        return model_calls(self.model, self.settings.context)
+
+    def timed(self, calls: Calls) -> Latency:
+        """Latency of calls in a search of layers, in turns with those of the run."""
+        return calls.latency_beside(self._run_calls, Latency.from_json(self.record["latency"]["run"]), self._clock)
 
     def _is_known(self, row: Mapping[str, Any] | None) -> bool:
         return row is not None and (bool(self.record["candidates"]) or Latency.from_json(row).steady)
 
     def _said(self, name: str, latency: Latency) -> Latency:
         spread = max(latency.prefill.spread, latency.token.spread)
-        doubt = "" if latency.steady else f", unsteady: the median is {100 * spread:.0f} % above the least"
+        doubt = "" if latency.steady else f", unsteady: it differs by {100 * spread:.0f} %"
         self.say(
             f"{name}: {1e3 * latency.token.least:.3f} ms per cached token, {1e3 * latency.prefill.least:.2f} ms "
             f"prefill of {self.settings.context}{doubt}"
@@ -294,11 +301,14 @@ class LayerSearch:
         rows, rest = self.record["candidates"], self.rest()
         name = shape_name(shape, self.steps)
         if name not in rows:
-            trainer = ShapeTrainer(self.source, self.out, self.open_run, self.batches, self.whole, self.steps)
+            trainer = ShapeTrainer(
+                self.source, self.out, self.open_run, self.batches, self.whole, self.steps, self.mode
+            )
             chosen = self.choices_named({str(option.place): option.name for option in shape.options})
             row, made = trainer.train(name, chosen)
-            latency, cache = model_latency(made, self.settings.context, self._clock)
-            costs = dict(measured_costs(made, self._said(name, latency), cache, self.settings.context))
+            calls = model_calls(made, self.settings.context)
+            latency = self._said(name, self.timed(calls))
+            costs = dict(measured_costs(made, latency, calls.cache, self.settings.context))
             rows[name] = {**shape.to_json(rest), "predicted": shape.to_json(rest), **row}
             rows[name] |= {"costs": costs, "steady": latency.steady}
             before, after = (f"{100 * row[key]:+.2f} %" for key in ("rise_before", "rise"))

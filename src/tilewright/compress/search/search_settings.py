@@ -35,7 +35,7 @@ class LayerSearchSettings:
         kinds: of replacement.
         rows: of training text that replacements are trained on, at least.
         block_steps: of training for each replacement; None: a quarter of the run's own, at most 100.
-        score_rows: held-out rows that a replacement is scored on, at most, but one micro-batch of each domain.
+        score_rows: held-out rows that a replacement is scored on, at most, but one of each domain.
         steps: that the best shapes are trained on for, each; 0: a quarter of the run's own.
         candidates: shapes that are trained on.
         context: tokens before the cached one, and of the prefill.
@@ -46,7 +46,7 @@ class LayerSearchSettings:
     kinds: tuple[Kind, ...] = KINDS
     rows: int = 64
     block_steps: int | None = None
-    score_rows: int = 64
+    score_rows: int = 16
     steps: int = 0
     candidates: int = 3
     context: int = 512

@@ -16,7 +16,13 @@ from tilewright.compress.search.choose_shapes import ChosenShape
 from tilewright.compress.search.library.assemble_decoder import assembled
 from tilewright.compress.search.library.layer_parts import PartPlace
 from tilewright.compress.search.library.replacement_choices import PartChoice
+from tilewright.compress.search.library.replacement_scores import as_computed
+from tilewright.core.config.edit import changed
 from tilewright.models.decoder.hf_weights import save_decoder
+
+_BRIEF = {"train.compile": "off", "train.eval_batches": 1}
+"""Settings of the training of a shape: layers of many shapes take longer to compile than a few steps of them, and what
+is held out is evaluated here, row by row."""
 
 
 def shape_name(shape: ChosenShape, steps: int) -> str:
@@ -40,6 +46,7 @@ class ShapeTrainer:
         batches: held-out rows by domain.
         whole: the run's losses of these.
         steps: of training.
+        mode: of precision, that losses are computed in.
     """
 
     source: ExportSource
@@ -48,6 +55,7 @@ class ShapeTrainer:
     batches: Batches
     whole: RowLosses
     steps: int
+    mode: str
 
     def train(self, name: str, chosen: Mapping[PartPlace, PartChoice]) -> tuple[Record, Any]:
         """Train a shape from the library: its row, and the decoder as it was put together.
@@ -61,11 +69,11 @@ class ShapeTrainer:
         """
         source, folder = self.source, self.out / "shapes" / name
         made = assembled(source.model, chosen, self.out / "blocks")
-        before, _ = row_losses_of(made, self.batches).rise_over(self.whole)
+        before, _ = row_losses_of(as_computed(made, self.mode), self.batches).rise_over(self.whole)
         write_model(source, made, folder, partial(save_decoder, made, extra=source.config_keys, own_layout=True))
         recipe = stage_recipe(source, name, self.out, folder=folder, taught=True, steps=self.steps)
-        run = run_stage(recipe, source)
-        losses = row_losses_of(self.open_run(run).as_trained, self.batches)
+        run = run_stage(changed(recipe, _BRIEF), source)
+        losses = row_losses_of(as_computed(self.open_run(run).as_trained, self.mode), self.batches)
         rise, error = losses.rise_over(self.whole)
         row: Record = {"name": name, "run": run.name, "layers": made.config.num_layers, "steps": self.steps}
         row |= {"rise_before": before, "rise": rise, "error": error, "domains": losses.by_domain()}

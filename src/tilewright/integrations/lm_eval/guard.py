@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness changes in this process, undone when it is through.
+"""Guard around lm-evaluation-harness: undoes what it changes in this process, when it is through.
 
 It sets a variable at import, seeds three generators, and logs and warns as a program of its own.
 """

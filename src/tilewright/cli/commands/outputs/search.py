@@ -35,8 +35,10 @@ PAGE = "search.html"
 )
 @click.option("--kinds", default="ffn,heads,groups,window,linear,none", show_default=True, help="Kinds of replacement.")
 @click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="Rows of text for replacements.")
-@click.option("--block-steps", type=click.IntRange(0), help="Steps per replacement. A quarter of RUN's, at most 100.")
-@click.option("--score-rows", type=click.IntRange(1), default=64, show_default=True, help="Held-out rows per score.")
+@click.option(
+    "--block-steps", type=click.IntRange(0), help="Steps per replacement. Default: RUN's over 4, at most 100."
+)
+@click.option("--score-rows", type=click.IntRange(1), default=16, show_default=True, help="Held-out rows per score.")
 @click.option("--steps", type=click.IntRange(0), default=0, help="Steps per best shape. 0: a quarter of RUN's.")
 @click.option("--candidates", type=click.IntRange(1), default=3, show_default=True, help="Shapes that are trained.")
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Tokens before a cached one.")

@@ -3,6 +3,7 @@
 The run's stream over the held-out rows is held at one part at a time, so only what is behind a replacement runs again.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,33 @@ from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_los
 from tilewright.compress.search.library.layer_parts import PartPlace, own_part, run_part
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.compress.search.library.train_replacements import key_of, part_at
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import NumericsError
+from tilewright.data.batches.microbatches import first_rows
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.block import Block
+from tilewright.precision.convert import convert
+from tilewright.precision.policy.policy import Policy
 
 
-def first_rows(batches: Batches, most: int) -> Batches:
-    """The held-out rows that replacements are scored on: micro-batches from each domain in turn, until one more would
-    make more than so many rows; at least one of each domain, so that all domains count.
+def scored_rows(batches: Batches, most: int) -> Batches:
+    """The held-out rows that replacements are scored on: the first of each domain, of all domains as many; at least
+    one, so that all domains count.
 
     Example:
-        >>> two = {"input_ids": torch.zeros(2, 8)}
-        >>> found = first_rows({"a": [two] * 5, "b": [two], "c": [two] * 3}, 9)
-        >>> {domain: len(batches) for domain, batches in found.items()}
-        {'a': 2, 'b': 1, 'c': 1}
+        >>> three = {"labels": torch.zeros(3, 8)}
+        >>> found = scored_rows({"a": [three] * 5, "b": [three]}, 9)
+        >>> {domain: [len(batch["labels"]) for batch in batches] for domain, batches in found.items()}
+        {'a': [3, 1], 'b': [3]}
     """
-    found = {domain: list(rows[:1]) for domain, rows in batches.items()}
-    used = sum(len(batch["input_ids"]) for rows in found.values() for batch in rows)
-    for place in range(1, max(map(len, batches.values()), default=0)):
-        for domain, rows in batches.items():
-            if place < len(rows):
-                used += len(rows[place]["input_ids"])
-                if used > most:
-                    return found
-                found[domain].append(rows[place])
+    found: dict[str, list[Mapping[str, Tensor]]] = {}
+    for domain, rows in batches.items():
+        left, found[domain] = max(1, most // len(batches)), []
+        for batch in rows:
+            if left > 0:
+                found[domain].append(first_rows(batch, left))
+                left -= len(batch["labels"])
     return found
 
 
@@ -48,6 +51,7 @@ def score_choices(
     choices: Mapping[PartPlace, Sequence[PartChoice]],
     folder: Path,
     *,
+    mode: str = "fp32",
     done: Callable[[str], bool],
     report: Callable[[str, RowLosses | None], None],
 ) -> None:
@@ -58,22 +62,44 @@ def score_choices(
         batches: held-out rows by domain.
         choices: of each place, in the order of a forward pass.
         folder: of `train_library`.
+        mode: of precision, that all is computed in.
         done: whether a choice, by its key, is.
         report: takes the losses of one; None where one is not finite.
     """
+
+    def computed(part: Block | None) -> Block | None:
+        return None if part is None else convert(part, mode, kernels=model.kernels)
+
+    model = as_computed(model, mode)
     with evaluation(model), torch.no_grad():
         flat = [(domain, batch) for domain, rows in batches.items() for batch in rows]
         contexts = [model.context(batch) for _, batch in flat]
         stream = [model.prologue(batch)[0] for _, batch in flat]
-        parts = [(place, own_part(model, place)) for place in choices]
+        parts = [(place, computed(own_part(model, place))) for place in choices]
         for number, (place, own) in enumerate(parts):
             behind = [part for _, part in parts[number + 1 :]]
             for choice in choices[place]:
                 key = key_of(place, choice)
                 if choice.how != "own" and not done(key):
-                    tried = [part_at(model, place, choice, folder), *behind]
+                    tried = [computed(part_at(model, place, choice, folder)), *behind]
                     report(key, _losses(_outs(model, flat, tried, stream, contexts)))
             stream = [run_part(own, x, context) for x, context in zip(stream, contexts, strict=True)]
+
+
+def as_computed(model: Any, mode: str) -> Any:
+    """A decoder that computes its scores in a mode of precision: a copy that shares all tensors with the one given,
+    which stays as it is."""
+    if mode == "fp32":
+        return model
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    return convert(copy.deepcopy(model, tensors), mode, kernels=model.kernels)
+
+
+def mode_of(recipe: Recipe) -> str:
+    """The mode of precision that scores of a run's replacements are computed in: 16 bits where the run itself computes
+    in so few, which takes half the time, else FP32."""
+    policy = Policy.from_section(recipe.precision, "cpu")
+    return "fp32" if policy.mode in ("fp32", "tf32") or policy.rounds_to_integers else "bf16_mixed"
 
 
 def _losses(outs: Mapping[str, Iterator[tuple[LossOutput, Mapping[str, Tensor]]]]) -> RowLosses | None:

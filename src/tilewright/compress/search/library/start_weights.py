@@ -8,7 +8,7 @@ run's part y on what it reads f, kept near the ones there are where the data say
 Legend: B rows  S positions  D model width  M tokens  K what the last layer reads  U units.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,18 +50,18 @@ class PartData:
 
 
 @torch.no_grad()
-def start(made: Block, choice: PartChoice, own: Block, data: PartData, seed: int) -> None:
+def start(made: Block, choice: PartChoice, own: Block, importance: Callable[[], Tensor], seed: int) -> None:
     """Give a smaller part its weights to start with, in place.
 
     Args:
         made: of the choice's shape.
         choice: with weights of its own.
         own: the run's part.
-        data: at least one micro-batch.
+        importance: of its channels, see `channel_importance`; called for cuts alone.
         seed: of weights that the run's part has none for.
     """
     if choice.how == "cut":
-        _cut(made, choice.units, own, data)
+        _cut(made, choice.units, own, importance())
     else:
         _copy(made, own, seed)
 
@@ -90,11 +90,11 @@ def _heads(weight: Tensor, rows: int, made: Block) -> Tensor:
     return heads.repeat_interleave(number // len(heads), 0).flatten(0, 1)
 
 
-def _cut(made: Block, number: int, own: Block, data: PartData) -> None:
+def _cut(made: Block, number: int, own: Block, importance_K: Tensor) -> None:
     """Make the start weights of a cut part: keep the units whose values, times the weights that read them, are
     largest."""
     units = _units(made, own, number)
-    kept_U = _importance(own, units, data).argsort(descending=True, stable=True)[:number].sort().values
+    kept_U = importance_K.view(units, -1).sum(1).argsort(descending=True, stable=True)[:number].sort().values
     before = own.state_dict()
     for name, target in made.state_dict().items():
         source = before[name]
@@ -109,13 +109,14 @@ def _units(made: Block, own: Block, number: int) -> int:
     return number * last_layer(own).in_features // last_layer(made).in_features
 
 
-def _importance(own: Block, units: int, data: PartData) -> Tensor:
-    """Importance of units for a part's start weights, FP64 [U]."""
+@torch.no_grad()
+def channel_importance(own: Block, data: PartData) -> Tensor:
+    """Importance of the channels that the last layer of a run's part reads, FP64 [K]: cuts begin with what matters
+    most."""
     last, means = last_layer(own), []
     for read_MK, _ in _seen(own, data):
         means.append(read_MK.double().abs().mean(0))
-    by_channel_K = torch.stack(means).mean(0) * last.weight.double().abs().sum(0)
-    return by_channel_K.view(units, -1).sum(1)
+    return torch.stack(means).mean(0) * last.weight.double().abs().sum(0)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,20 @@ from torch import Tensor
 
 from tilewright.compress.search.library.layer_parts import PartPlace, new_part, own_part, run_part
 from tilewright.compress.search.library.replacement_choices import PartChoice
-from tilewright.compress.search.library.start_weights import PartData, fit_last, start
+from tilewright.compress.search.library.start_weights import PartData, channel_importance, fit_last, start
 from tilewright.core.atomic_io import fsync_path
 from tilewright.core.errors import CheckpointError
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.init import name_seed
 
-_RATE, _WARMUP, _LEAST = 1e-3, 0.1, 0.1
-"""AdamW's rate, the share of steps in which it rises, and what of it is left at the end of the cosine."""
+_RATE, _WARMUP, _LEAST = 3e-4, 0.1, 0.1
+"""AdamW's rate, the share of steps in which it rises, and what of it is left at the end of the cosine. Above it, the
+first steps undo what the fit of the last layer gave."""
+_STEP_TOKENS = 1024
+"""Of a training step; at least one row. Four times as many steps bring more than steps of four times as many tokens."""
+_FITTED = 0.01
+"""A replacement that misses less of the run's part than this with its last layer fitted is not trained."""
 _HELD = 8
 """One micro-batch of so many tells whether training made a replacement better; at least one."""
 
@@ -42,8 +47,9 @@ class TrainedPart:
 
     Args:
         begun, fitted, error: mean square of the difference to the run's part, as a share of the mean square of what
-            that part adds to the stream: of the run's weights, with the last layer fitted, and trained. On text that it
-            was not trained on where there is more than one micro-batch; what does not help there is undone.
+            that part adds to the stream: of the run's weights, with the last layer fitted, and trained, if the fit
+            leaves 1 % or more. On text that it was not trained on where there is more than one micro-batch; what does
+            not help there is undone.
         seconds: of all.
     """
 
@@ -80,7 +86,7 @@ def train_library(
         batches: of training text.
         choices: of each place; those without weights of their own are passed over.
         folder: of the files.
-        steps: of each replacement, one micro-batch each.
+        steps: of each replacement, a few rows each.
         seed: of their order.
         done: whether a replacement, by its key, is.
         report: takes one that is done now, its file written.
@@ -88,6 +94,7 @@ def train_library(
     Raises:
         CheckpointError: a file cannot be written.
     """
+    batches = [few for batch in batches for few in _by_rows(batch, _STEP_TOKENS)]
     with evaluation(model), torch.no_grad():
         contexts = [model.context(batch) for batch in batches]
         stream = [model.prologue(batch)[0] for batch in batches]
@@ -95,24 +102,38 @@ def train_library(
             own = own_part(model, place)
             behind = [run_part(own, x, context) for x, context in zip(stream, contexts, strict=True)]
             data = PartData(stream, behind, contexts)
+            held = max(1, len(data) // _HELD) if len(data) > 1 else 0
+            train = data.some(range(len(data) - held))
+            tell = data.some(range(len(data) - held, len(data))) if held else train
+            importance = cache(partial(channel_importance, own, train))
             for choice in found:
                 key = key_of(place, choice)
                 if choice.trained and not done(key):
                     assert choice.shape is not None
                     made = new_part(model.config, place.layer, choice.shape, model.kernels)
-                    row = _train(made, choice, own, data, steps, name_seed(seed, key))
+                    started, number = time.perf_counter(), name_seed(seed, key)
+                    start(made, choice, own, importance, number)
+                    errors = _train(made, train, tell, steps, number)
+                    row = TrainedPart(*errors, time.perf_counter() - started)
                     save_part(made, folder, key)
                     report(key, row)
             stream = behind
 
 
-def _train(made: Block, choice: PartChoice, own: Block, data: PartData, steps: int, seed: int) -> TrainedPart:
-    held = max(1, len(data) // _HELD) if len(data) > 1 else 0
-    train, tell = data.some(range(len(data) - held)), data.some(range(len(data) - held if held else 0, len(data)))
-    started = time.perf_counter()
-    start(made, choice, own, train, seed)
+def _by_rows(batch: Mapping[str, Tensor], tokens: int) -> list[Mapping[str, Tensor]]:
+    """Cut a micro-batch into some of so many tokens at most, but one row at least, for steps of training."""
+    rows, length = batch["labels"].shape
+    few = max(1, tokens // length)
+    return [{name: values[row : row + few] for name, values in batch.items()} for row in range(0, rows, few)]
+
+
+def _train(made: Block, train: PartData, tell: PartData, steps: int, seed: int) -> list[float]:
+    """Train a replacement that has its first weights: errors begun, fitted and at last, see `TrainedPart`."""
     errors = [relative_error(made, tell)]
     for improve in (fit_last, partial(_learn, steps=steps, generator=torch.Generator().manual_seed(seed))):
+        if len(errors) == 2 and errors[-1] < _FITTED:
+            errors.append(errors[-1])
+            break
         before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
         improve(made, train)
         error = relative_error(made, tell)
@@ -120,8 +141,7 @@ def _train(made: Block, choice: PartChoice, own: Block, data: PartData, steps: i
             made.load_state_dict(before)
             error = errors[-1]
         errors.append(error)
-    begun, fitted, error = errors
-    return TrainedPart(begun, fitted, error, time.perf_counter() - started)
+    return errors
 
 
 @torch.enable_grad()

@@ -2,22 +2,23 @@
 
 It is measured in tilewright's own runtime, as `generate` and `serve` run it, in FP32, one row. A part is timed in a
 stack of copies with weights of their own, as many bytes as the run has: a cached token reads each weight once, and in a
-stack of one it would find all in the processor's caches, which a whole model does not.
+stack of one it would find all in the processor's caches, which a whole model does not. All but the run itself is timed
+in turns with the run.
 
 Legend: B rows  S positions  D model width.
 """
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from tilewright.compress.budget.call_seconds import Clock, Seconds, measure
+from tilewright.compress.budget.call_seconds import Clock, Seconds, measure, measure_beside
 from tilewright.compress.search.library.layer_parts import new_part
 from tilewright.core.hardware import detect_machine
-from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.block import Block
 from tilewright.models.decoder.cache import DecoderCache
 from tilewright.models.decoder.config import DecoderConfig, LayerShape
@@ -49,10 +50,6 @@ class Latency:
         """A latency from the JSON of `to_json`."""
         return cls(Seconds(**row["prefill"]), Seconds(**row["token"]))
 
-    def beside(self, later: "Latency") -> "Latency":
-        """Combine two latency measurements of one thing: see `Seconds.beside`."""
-        return Latency(self.prefill.beside(later.prefill), self.token.beside(later.token))
-
     def less(self, other: "Latency") -> "Latency":
         """The latency that one thing has more than another, at least none; as steady as both."""
         pairs = (self.prefill, other.prefill), (self.token, other.token)
@@ -78,44 +75,65 @@ def as_served(model: Any) -> Any:
     return copied
 
 
-@torch.no_grad()
-def model_latency(model: Any, context: int, clock: Clock) -> tuple[Latency, int]:
-    """Latency of a decoder that answers one row, and the bytes of its cache.
+@dataclass(frozen=True)
+class Calls:
+    """The calls of one part, or of a decoder, whose latency is measured.
 
     Args:
-        model: in memory.
-        context: tokens before the cached one, at least 1.
-        clock: seconds.
+        prefill: of the context.
+        token: behind it.
+        cache: bytes of keys and values.
+        copies: of the part in each call; of a decoder one.
     """
-    model = as_served(model)
-    ids_BS = torch.zeros(1, context, dtype=torch.int64)
-    cache = model.new_cache(1, context + 1)
 
-    def call(length: int) -> Callable[[], None]:
-        def run() -> None:
-            model.next_token_logits(ids_BS[:, :length], cache)
-            cache.advance(-length)
+    prefill: Callable[[], object]
+    token: Callable[[], object]
+    cache: int
+    copies: int = 1
 
-        return run
+    @torch.no_grad()
+    def latency(self, clock: Clock) -> Latency:
+        """Latency of these calls, timed alone."""
+        return self._of_one(Latency(measure(self.prefill, clock), measure(self.token, clock)))
 
-    with evaluation(model):
-        prefill = measure(call(context), clock)
-        cache.advance(context)
-        return Latency(prefill, measure(call(1), clock)), cache.num_bytes
+    @torch.no_grad()
+    def latency_beside(self, run: "Calls", known: Latency, clock: Clock) -> Latency:
+        """Latency of these calls in turns with the run's, which is known."""
+        prefill = measure_beside(self.prefill, run.prefill, known.prefill, clock)
+        return self._of_one(Latency(prefill, measure_beside(self.token, run.token, known.token, clock)))
+
+    def _of_one(self, all_of_them: Latency) -> Latency:
+        return Latency(*(replace(of, least=of.least / self.copies) for of in (all_of_them.prefill, all_of_them.token)))
+
+
+Timed = Callable[[Calls], Latency]
 
 
 @torch.no_grad()
-def part_latency(
-    config: DecoderConfig,
-    layer: int,
-    shape: LayerShape,
-    kernels: Kernels,
-    *,
-    stack_bytes: int,
-    context: int,
-    clock: Clock,
-) -> tuple[Latency, int]:
-    """Latency of a part, and the bytes of its cache.
+def model_calls(model: Any, context: int) -> Calls:
+    """The calls of a decoder that answers one row.
+
+    Args:
+        model: in memory; it stays as it is.
+        context: tokens before the cached one, at least 1.
+    """
+    model = as_served(model).eval()
+    ids_BS = torch.zeros(1, context, dtype=torch.int64)
+    empty, full = (model.new_cache(1, context + 1) for _ in range(2))
+    model.next_token_logits(ids_BS, full)
+
+    def run(cache: DecoderCache, length: int) -> None:
+        model.next_token_logits(ids_BS[:, :length], cache)
+        cache.advance(-length)
+
+    return Calls(partial(run, empty, context), partial(run, full, 1), full.num_bytes)
+
+
+@torch.no_grad()
+def part_calls(
+    config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels, *, stack_bytes: int, context: int
+) -> Calls:
+    """The calls of a part.
 
     Args:
         config: of the decoder.
@@ -124,7 +142,6 @@ def part_latency(
         kernels: that it runs with.
         stack_bytes: of weights in the stack, about.
         context: tokens before the cached one.
-        clock: seconds.
     """
     one = _copy(config, layer, shape, kernels)
     size = sum(param.numel() * param.element_size() for param in one.parameters())
@@ -133,24 +150,18 @@ def part_latency(
     stack = [one, *(_copy(config, layer, shape, kernels) for _ in range(copies - 1))]
     for copied in stack:
         few_row_layers.attach(copied, machine)
-    cache = DecoderCache(copies, 1, context + 1)
+    empty, full = (DecoderCache(copies, 1, context + 1) for _ in range(2))
     x_BSD = torch.randn(1, context, config.dim, generator=torch.Generator().manual_seed(0))
     cos, sin = rope_angles(torch.arange(context + 1)[None], config.rope_dim, config.rope_theta)
 
-    def call(first: int, length: int) -> Callable[[], None]:
-        angles = cos[:, first : first + length], sin[:, first : first + length]
+    def run(cache: DecoderCache, first: int, length: int) -> None:
+        x, angles = x_BSD[:, :length], (cos[:, first : first + length], sin[:, first : first + length])
+        for block, kept in zip(stack, cache.layers, strict=True):
+            block(x, *angles, None, kept)
 
-        def run() -> None:
-            x = x_BSD[:, :length]
-            for block, kept in zip(stack, cache.layers, strict=True):
-                block(x, *angles, None, kept)
-
-        return run
-
-    prefill = measure(call(0, context), clock)
-    cache.advance(context)
-    token = measure(call(context, 1), clock)
-    return Latency(_shared(prefill, copies), _shared(token, copies)), cache.num_bytes // copies
+    run(full, 0, context)
+    full.advance(context)
+    return Calls(partial(run, empty, 0, context), partial(run, full, context, 1), full.num_bytes // copies, copies)
 
 
 def _copy(config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels) -> Block:
@@ -161,7 +172,3 @@ def _copy(config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels
     for buffer in made.buffers():
         buffer.zero_()
     return made
-
-
-def _shared(seconds: Seconds, copies: int) -> Seconds:
-    return Seconds(seconds.least / copies, seconds.spread, seconds.steady)

@@ -8,11 +8,10 @@ of its own, which a layer without FFN costs. What is left wrong: a layer without
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tilewright.compress.budget.call_seconds import Clock
 from tilewright.compress.search.library.layer_parts import PartPlace, alone, joined
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.compress.search.table.choice_costs import CALL, shape_key
-from tilewright.compress.search.table.latency import Latency, part_latency
+from tilewright.compress.search.table.latency import Latency, Timed, part_calls
 from tilewright.models.decoder.config import DecoderConfig, LayerShape
 from tilewright.ops.kernels import Kernels
 
@@ -27,26 +26,28 @@ def measure_table(
     *,
     stack_bytes: int,
     context: int,
-    clock: Clock,
+    timed: Timed,
     is_known: Callable[[Mapping[str, Any] | None], bool],
     report: Callable[[str, Latency], None],
-) -> bool:
-    """Measure the rows of a latency table that are not known yet; returns whether there was one.
+) -> None:
+    """Measure the rows of a latency table that are not known yet.
 
     Args:
         config: of the run.
         kernels: that its parts run with.
         choices: of each place.
         rows: by `shape_key`: latency and bytes of the cache; written.
-        stack_bytes, context, clock: see `part_latency`.
+        stack_bytes, context: see `part_calls`.
+        timed: latency of calls.
         is_known: whether a row, None where there is none, stays.
         report: takes the name of a row that was written, and its latency.
     """
     # Rows of this call: a shape that several places have is timed once.
     seen: set[str] = set()
 
-    def timed(layer: int, shape: LayerShape) -> tuple[Latency, int]:
-        return part_latency(config, layer, shape, kernels, stack_bytes=stack_bytes, context=context, clock=clock)
+    def of_stack(layer: int, shape: LayerShape) -> tuple[Latency, int]:
+        calls = part_calls(config, layer, shape, kernels, stack_bytes=stack_bytes, context=context)
+        return timed(calls), calls.cache
 
     def latency_of(place: PartPlace, shape: LayerShape) -> Latency:
         key = shape_key(config, place, shape)
@@ -55,10 +56,10 @@ def measure_table(
         ffn = alone(config.shapes[place.layer], "ffn")
         # An FFN is timed alone; attention with its layer's FFN behind it, of which the FFN's time is taken off.
         if place.part == "ffn" or not ffn.ffn_dim:
-            found, cache = timed(place.layer, shape)
+            found, cache = of_stack(place.layer, shape)
         else:
             beside = latency_of(PartPlace(place.layer, "ffn"), ffn)
-            both, cache = timed(place.layer, joined(shape, ffn) or shape)
+            both, cache = of_stack(place.layer, joined(shape, ffn) or shape)
             found = both.less(beside)
         write(key, found, cache)
         return found
@@ -76,6 +77,5 @@ def measure_table(
     whole = next((layer for layer, shape in enumerate(config.shapes) if shape.num_heads and shape.ffn_dim), None)
     if whole is not None and not is_known(rows.get(CALL)):
         attention = alone(config.shapes[whole], "attention")
-        apart, _ = timed(whole, attention)
+        apart, _ = of_stack(whole, attention)
         write(CALL, apart.less(latency_of(PartPlace(whole, "attention"), attention)), 0)
-    return bool(seen)
