@@ -4,6 +4,7 @@ On one thread the clock is the thread's own processor time, which other processe
 wall's, since the time of threads together is no latency.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,8 +17,8 @@ _AGAIN = 3
 """Times that an unsteady call is measured at most."""
 _STEADY = 0.1
 """Largest spread of a steady call."""
-_TURNS, _TURNS_S = 5, 0.3
-"""Turns of two calls, and seconds of them, at least."""
+_TURNS, _TURNS_S, _SURE = 5, 0.3, 0.05
+"""Turns of two calls, and seconds of them, at least; largest error of a steady ratio."""
 
 Clock = Callable[[], float]
 
@@ -29,9 +30,9 @@ class Seconds:
     Args:
         least: of all repeats; what else runs on the machine only adds. Of a call in turns with another one: the seconds
             of that one, times the median ratio.
-        spread: median of the last repeats over the least, less one. Of ratios half the distance of their quartiles,
-            over the median.
-        steady: whether the spread was at most 10 %, at last.
+        spread: median of the last repeats over the least, less one. Of ratios the standard error of their median, as a
+            share of it.
+        steady: whether the spread was at most 10 %, of ratios 5 %, at last.
     """
 
     least: float
@@ -108,7 +109,8 @@ def measure_beside(call: Callable[[], object], other: Callable[[], object], seco
             ratios.append(mine / max(theirs, 1e-9))
             turns, spent = turns + 1, spent + mine + theirs
         low, middle, high = statistics.quantiles(ratios, n=4)
-        spread = (high - low) / 2 / max(middle, 1e-9)
-        if spread <= _STEADY:
+        # of a normal distribution the error of the median is 1.25 deviations, and quartiles are 1.35 apart
+        spread = 1.25 / 1.35 * (high - low) / math.sqrt(len(ratios)) / max(middle, 1e-9)
+        if spread <= _SURE:
             break
-    return Seconds(middle * seconds.least, spread, spread <= _STEADY)
+    return Seconds(middle * seconds.least, spread, spread <= _SURE)

@@ -283,7 +283,7 @@ class LayerSearch:
 
     def _said(self, name: str, latency: Latency) -> Latency:
         spread = max(latency.prefill.spread, latency.token.spread)
-        doubt = "" if latency.steady else f", unsteady: it differs by {100 * spread:.0f} %"
+        doubt = "" if latency.steady else f", unsteady: within {100 * spread:.0f} %"
         self.say(
             f"{name}: {1e3 * latency.token.least:.3f} ms per cached token, {1e3 * latency.prefill.least:.2f} ms "
             f"prefill of {self.settings.context}{doubt}"

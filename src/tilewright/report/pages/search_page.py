@@ -215,7 +215,10 @@ def _latency(record: Mapping[str, Any]) -> PageTable:
             cells += [format_seconds(row[call]["least"]), spread]
         cache = row.get("cache")
         rows.append((name, *cells, "" if cache is None else format_bytes(cache)))
-    lead = f"Least of the repeats by {found['clock']}; spread: how far the median is above it."
+    lead = (
+        f"By {found['clock']}. The run: least of the repeats, spread: how far their median is above it. All others: "
+        "in turns with the run, by the median ratio; spread: its standard error."
+    )
     columns = ("shape", "cached token", "spread", "prefill", "spread ", "cache")
     return PageTable("Latency table", lead, columns, rows)
 
