@@ -32,7 +32,7 @@ from tilewright.compress.search.library.replacement_choices import OWN, PartChoi
 from tilewright.compress.search.library.replacement_scores import as_computed, mode_of, score_choices, scored_rows
 from tilewright.compress.search.library.train_replacements import TrainedPart, key_of, train_library
 from tilewright.compress.search.recipe_file import recipe_text
-from tilewright.compress.search.search_seconds import SearchWork, stage_seconds
+from tilewright.compress.search.search_seconds import WIDE, SearchWork, stage_seconds
 from tilewright.compress.search.search_settings import IN_WORDS, LayerSearchSettings
 from tilewright.compress.search.table.choice_costs import Costs, costs_of, measured_costs, rest_of
 from tilewright.compress.search.table.latency import Calls, Latency, model_calls
@@ -128,9 +128,9 @@ class LayerSearch:
             sum(batch["input_ids"].numel() for rows in batches.values() for batch in rows)
             for batches in (self.batches, self.scored)
         )
-        length = recipe.data.seq_len
-        micro_batch, batch = recipe.train.micro_batch_size * length, recipe.train.global_batch_size * length
-        work = SearchWork(self._evaluation_s / tokens, scored, micro_batch, batch, length)
+        length, step = recipe.data.seq_len, recipe.train.global_batch_size * recipe.data.seq_len
+        wide = 1.0 if self.mode == "fp32" else WIDE
+        work = SearchWork(self._evaluation_s / tokens, scored, tokens, step, length, wide)
         return stage_seconds(self.config, self.choices, self.settings, self.steps, work)
 
     def run(self) -> Record:

@@ -33,7 +33,7 @@ from tilewright.models.decoder.init import name_seed
 _RATE, _WARMUP, _LEAST = 3e-4, 0.1, 0.1
 """AdamW's rate, the share of steps in which it rises, and what of it is left at the end of the cosine. Above it, the
 first steps undo what the fit of the last layer gave."""
-_STEP_TOKENS = 1024
+STEP_TOKENS = 1024
 """Of a training step; at least one row. Four times as many steps bring more than steps of four times as many tokens."""
 _FITTED = 0.01
 """A replacement that misses less of the run's part than this with its last layer fitted is not trained."""
@@ -94,7 +94,7 @@ def train_library(
     Raises:
         CheckpointError: a file cannot be written.
     """
-    batches = [few for batch in batches for few in _by_rows(batch, _STEP_TOKENS)]
+    batches = [few for batch in batches for few in _by_rows(batch, STEP_TOKENS)]
     with evaluation(model), torch.no_grad():
         contexts = [model.context(batch) for batch in batches]
         stream = [model.prologue(batch)[0] for batch in batches]
