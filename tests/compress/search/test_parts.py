@@ -10,7 +10,7 @@ from tilewright.compress.budget.held_out_rise import row_losses_of
 from tilewright.compress.search.library.assemble_decoder import assembled, config_with
 from tilewright.compress.search.library.layer_parts import own_part, places, run_part
 from tilewright.compress.search.library.replacement_choices import NONE, choices_at, why_whole
-from tilewright.compress.search.library.replacement_scores import score_choices
+from tilewright.compress.search.library.replacement_scores import as_computed, own_losses, score_choices
 from tilewright.compress.search.library.start_weights import PartData, fit_last, last_layer
 from tilewright.compress.search.library.train_replacements import (
     key_of,
@@ -127,6 +127,23 @@ def test_equal_heads_are_merged_for_nothing(tmp_path):
     assert all(rows[key].error < 1e-9 for key in merged)
 
 
+def test_a_replacement_that_fits_is_not_trained(tmp_path):
+    """Half of the FFN's channels give nothing: the half without them has the same weights however many steps there
+    are, others have not."""
+    model = make_decoder("gqa").eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.down_proj.weight[:, ::2] = 0.0
+    rows = [trained(model, tmp_path / str(steps), steps)[1] for steps in (0, 8)]
+    fits = {key for key, row in rows[0].items() if row.fitted < 0.01}
+    assert {"0.ffn.ffn-64"} <= fits < set(rows[0])
+    for key in rows[0]:
+        first, second = ((tmp_path / steps / f"{key}.safetensors").read_bytes() for steps in ("0", "8"))
+        assert rows[0][key].fitted == rows[1][key].fitted
+        assert first == second or key not in fits
+    assert any(rows[1][key].error < rows[1][key].fitted for key in set(rows[1]) - fits)
+
+
 def test_the_last_layer_is_the_least_squares_of_its_inputs():
     """Beside torch's solver, on what a part reads; the pull to the old weights is a thousandth."""
     model = make_decoder("gqa").eval()
@@ -172,20 +189,23 @@ def test_training_makes_replacements_nearer_and_resumes(tmp_path):
     assert all(path.stat().st_mtime_ns == files[path][1] for path in files if path != gone)
 
 
-@pytest.mark.parametrize("name", ["own_linear", "own_moe"])
-def test_scores_are_losses_of_the_decoders_with_one_replacement(name, tmp_path):
+@pytest.mark.parametrize(("name", "mode"), [("own_linear", "fp32"), ("own_moe", "fp32"), ("own_linear", "bf16_mixed")])
+def test_scores_are_losses_of_the_decoders_with_one_replacement(name, mode, tmp_path):
     """Of each part the first and the last one, put together as a whole and evaluated."""
     model = make_decoder(ALL[name]).eval()
     choices, _ = trained(model, tmp_path)
     held = {"a": [make_batch(seed=7)], "b": [make_batch(seed=8), make_batch(seed=9)]}
     found = {}
-    score_choices(model, held, choices, tmp_path, done=found.__contains__, report=found.__setitem__)
+    score_choices(model, held, choices, tmp_path, mode=mode, done=found.__contains__, report=found.__setitem__)
     for place, of_place in choices.items():
         for choice in of_place[1 :: max(1, len(of_place) - 2)]:
             made = assembled(model, own_choices(model.config) | {place: choice}, tmp_path)
-            expected = row_losses_of(made, held)
-            assert found[key_of(place, choice)].by_domain() == pytest.approx(expected.by_domain(), rel=1e-6)
+            expected = row_losses_of(as_computed(made, mode), held)
+            near = 1e-6 if mode == "fp32" else 1e-3  # BF16 has 8 bits
+            assert found[key_of(place, choice)].by_domain() == pytest.approx(expected.by_domain(), rel=near)
     assert len(found) == sum(len(of_place) - 1 for of_place in choices.values())
+    whole = row_losses_of(as_computed(model, mode), held)
+    assert own_losses(model, held, mode).by_domain() == pytest.approx(whole.by_domain(), rel=near)
 
 
 def test_a_replacement_whose_loss_is_not_finite_has_no_score(tmp_path):

@@ -29,7 +29,13 @@ from tilewright.compress.search.choose_shapes import (
 from tilewright.compress.search.library.assemble_decoder import config_with
 from tilewright.compress.search.library.layer_parts import PartPlace, places
 from tilewright.compress.search.library.replacement_choices import OWN, PartChoice, choices_at, why_whole
-from tilewright.compress.search.library.replacement_scores import as_computed, mode_of, score_choices, scored_rows
+from tilewright.compress.search.library.replacement_scores import (
+    as_computed,
+    mode_of,
+    own_losses,
+    score_choices,
+    scored_rows,
+)
 from tilewright.compress.search.library.train_replacements import TrainedPart, key_of, train_library
 from tilewright.compress.search.recipe_file import recipe_text
 from tilewright.compress.search.search_seconds import WIDE, SearchWork, stage_seconds
@@ -166,7 +172,7 @@ class LayerSearch:
     def measure(self) -> None:
         """Measure for a search of layers: library, scores and latency table, what is not in the record yet."""
         rows, scores = self.record["library"], self.record["scores"]
-        folder, whole = self.out / "blocks", row_losses_of(as_computed(self.model, self.mode), self.scored)
+        folder, whole = self.out / "blocks", own_losses(self.model, self.scored, self.mode)
         self._write()  # before the first file that it is of
 
         def trained(key: str, row: TrainedPart) -> None:

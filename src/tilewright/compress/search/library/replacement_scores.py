@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compress.budget.held_out_rise import Batches, RowLosses, row_losses
-from tilewright.compress.search.library.layer_parts import PartPlace, own_part, run_part
+from tilewright.compress.search.library.layer_parts import PartPlace, own_part, places, run_part
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.compress.search.library.train_replacements import key_of, part_at
 from tilewright.core.config.recipe import Recipe
@@ -66,24 +66,40 @@ def score_choices(
         done: whether a choice, by its key, is.
         report: takes the losses of one; None where one is not finite.
     """
-
-    def computed(part: Block | None) -> Block | None:
-        return None if part is None else convert(part, mode, kernels=model.kernels)
-
     model = as_computed(model, mode)
     with evaluation(model), torch.no_grad():
-        flat = [(domain, batch) for domain, rows in batches.items() for batch in rows]
-        contexts = [model.context(batch) for _, batch in flat]
-        stream = [model.prologue(batch)[0] for _, batch in flat]
-        parts = [(place, computed(own_part(model, place))) for place in choices]
+        flat, stream, contexts = _begun(model, batches)
+        parts = [(place, _computed(own_part(model, place), mode)) for place in choices]
         for number, (place, own) in enumerate(parts):
             behind = [part for _, part in parts[number + 1 :]]
             for choice in choices[place]:
                 key = key_of(place, choice)
                 if choice.how != "own" and not done(key):
-                    tried = [computed(part_at(model, place, choice, folder)), *behind]
+                    tried = [_computed(part_at(model, place, choice, folder), mode), *behind]
                     report(key, _losses(_outs(model, flat, tried, stream, contexts)))
             stream = [run_part(own, x, context) for x, context in zip(stream, contexts, strict=True)]
+
+
+def own_losses(model: Any, batches: Batches, mode: str) -> RowLosses:
+    """Losses of the run itself, part by part as its replacements are scored: in 16 bits the stream between parts is not
+    rounded, that inside of a layer is."""
+    model = as_computed(model, mode)
+    with evaluation(model), torch.no_grad():
+        flat, stream, contexts = _begun(model, batches)
+        parts = [_computed(own_part(model, place), mode) for place in places(model.config)]
+        return row_losses(_outs(model, flat, parts, stream, contexts))
+
+
+def _begun(
+    model: Any, batches: Batches
+) -> tuple[list[tuple[str, Mapping[str, Tensor]]], list[Tensor], list[Mapping[str, Tensor]]]:
+    """Micro-batches with their domains, the stream before the first part, and contexts."""
+    flat = [(domain, batch) for domain, rows in batches.items() for batch in rows]
+    return flat, [model.prologue(batch)[0] for _, batch in flat], [model.context(batch) for _, batch in flat]
+
+
+def _computed(part: Block | None, mode: str) -> Block | None:
+    return None if part is None else convert(part, mode, kernels=part.kernels)
 
 
 def as_computed(model: Any, mode: str) -> Any:

@@ -113,8 +113,8 @@ def train_library(
                     made = new_part(model.config, place.layer, choice.shape, model.kernels)
                     started, number = time.perf_counter(), name_seed(seed, key)
                     start(made, choice, own, importance, number)
-                    errors = _train(made, train, tell, steps, number)
-                    row = TrainedPart(*errors, time.perf_counter() - started)
+                    begun, fitted, error = _train(made, train, tell, steps, number)
+                    row = TrainedPart(begun, fitted, error, time.perf_counter() - started)
                     save_part(made, folder, key)
                     report(key, row)
             stream = behind
