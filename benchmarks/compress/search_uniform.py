@@ -41,7 +41,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.flops import count_flops
-from tilewright.training.components.dataset import prepare_data
+from tilewright.training.components.recipe_data import prepare_data
 from tilewright.training.session import train
 
 CLAIM = "searched layers answer a cached token at 512 at least 12 % faster than the best uniform decoder of equal FLOPs"

@@ -17,7 +17,7 @@ from tilewright.compress.search.library.assemble_decoder import assembled
 from tilewright.compress.search.library.layer_parts import PartPlace
 from tilewright.compress.search.library.replacement_choices import PartChoice
 from tilewright.compress.search.library.replacement_scores import as_computed
-from tilewright.core.config.edit import changed
+from tilewright.core.config.change_recipe import changed
 from tilewright.models.decoder.hf_weights import save_decoder
 
 _BRIEF = {"train.compile": "off", "train.eval_batches": 1}
