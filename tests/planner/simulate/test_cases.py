@@ -54,6 +54,27 @@ def test_work_is_that_of_the_documents_that_a_run_would_assign(packing, rows, co
     assert work == pytest.approx(rows * count)
 
 
+@pytest.mark.parametrize("packing", ["tokens", "cost"])
+@pytest.mark.parametrize(
+    ("numbers", "attention"),
+    [
+        ({1: 2000, 2_000_000_000: 1}, 1.0),
+        ({1: 2000, 7: 500, 2_000_000_000: 40}, 0.1),
+        ({0: 1000, 1: 1000}, math.inf),
+        ({5: 1}, math.inf),
+    ],
+    ids=["one is long", "short ones vanish beside long ones", "empty ones", "one alone"],
+)
+def test_documents_may_differ_by_any_factor(packing, numbers, attention):
+    """Bins that a long document fills get none of the short ones; times of the others are not counted up to theirs."""
+    case = SimulatedCase(Pipeline(2), 2, 3, packing, speeds=(0.3, 1, 1, 1), documents=DocumentCosts(attention))
+    lengths_N = np.repeat(np.array(list(numbers), np.int64), list(numbers.values()))
+    costs_N = case.documents.of(lengths_N).tolist()
+    step = WeighedDocuments(lengths_N.tolist(), lengths_N.tolist() if packing == "tokens" else costs_N)
+    places = assign(step, case.row_speeds(), case.count, int(lengths_N.sum()))
+    assert case.work(lengths_N) == [[math.fsum(costs_N[i] for i in one) for one in row] for row in places]
+
+
 def test_padding_costs_what_the_longest_document_of_the_step_costs():
     case = SimulatedCase(Pipeline(2), 1, 2, "padded", documents=DocumentCosts(math.inf))
     work = case.costs(np.array([100, 100, 100, 300])).passes.work

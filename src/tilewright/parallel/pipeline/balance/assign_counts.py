@@ -65,7 +65,7 @@ def _spread(costs: Sequence[float], numbers: Sequence[int], speeds: Sequence[flo
     for place in range(len(costs) - 1, -1, -1):
         number = numbers[place]
         if number:
-            fill = _one_by_one if number <= _FEW * len(speeds) else _at_once
+            fill = _at_once if number > _FEW * len(speeds) and costs[place] else _one_by_one
             steps = [costs[place] / speed for speed in speeds]
             for one, taken in zip(bins, fill(through, steps, number), strict=True):
                 one[place] = taken
@@ -89,18 +89,44 @@ def _one_by_one(through: list[float], steps: Sequence[float], number: int) -> li
 def _at_once(through: list[float], steps: Sequence[float], number: int) -> list[int]:
     """Assign so many equal documents to bins as `_one_by_one`: they take the first of all times at which bins are
     through, and of equal times that of the first bin."""
-    done = math.fsum(at / step for at, step in zip(through, steps, strict=True))
-    level = (number + done) / math.fsum(1 / step for step in steps)  # the last document is not placed after it
-    times = [_times(at, step, max(0, int((level - at) / step)) + 3) for at, step in zip(through, steps, strict=True)]
-    last = np.partition(np.concatenate(times), number - 1)[number - 1]
+    level, beyond = _level(through, steps, number), 3
+    while True:
+        times = [
+            _times(at, step, min(number, max(0, int((level - at) / step)) + beyond))
+            for at, step in zip(through, steps, strict=True)
+        ]
+        taken = _first(times, number)
+        if all(one < len(found) for one, found in zip(taken, times, strict=True)):
+            break
+        beyond *= 2  # sums that are rounded, or do not move at all, come later than their level
+    through[:] = [float(found[one]) for one, found in zip(taken, times, strict=True)]
+    return taken
+
+
+def _level(through: Sequence[float], steps: Sequence[float], number: int) -> float:
+    """About the time at which bins are through with so many equal documents assigned: those bins that are through
+    before it take them."""
+    level, done, rate = math.inf, 0.0, 0.0
+    for at, step in sorted(zip(through, steps, strict=True)):
+        if at >= level:
+            break
+        done, rate = done + at / step, rate + 1 / step
+        level = (number + done) / rate
+    return level
+
+
+def _first(times: Sequence[np.ndarray], number: int) -> list[int]:
+    """How many of the first so many of all times at which documents are assigned each bin has."""
+    together = np.concatenate(times)
+    if len(together) < number:
+        return [len(one) for one in times]
+    last = np.partition(together, number - 1)[number - 1]
     taken = [int(np.searchsorted(one, last, "left")) for one in times]
     left = number - sum(taken)
     for place, one in enumerate(times):
         equal = min(left, int(np.searchsorted(one, last, "right")) - taken[place])
         taken[place] += equal
         left -= equal
-        assert taken[place] < len(one), "the times reach beyond the last document"
-        through[place] = float(one[taken[place]])
     return taken
 
 
