@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tilewright.ops.backends.cpu
 from tests.ops.low_bit import LowBitCase, hyper
@@ -31,7 +32,19 @@ def _fake(tensor: Tensor) -> Tensor:
         return mode.from_tensor(tensor)
 
 
-MADE = {"fake": _fake, "meta": lambda tensor: tensor.to("meta")}
+def _freed(tensor: Tensor) -> Tensor:
+    """As FSDP2 leaves a parameter that is gathered again when it is needed."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+MADE = {
+    "fake": _fake,
+    "meta": lambda tensor: tensor.to("meta"),
+    "of other tensors": lambda tensor: TwoTensor(tensor, tensor),
+    "freed": _freed,
+}
 
 
 def adam(made):
