@@ -145,6 +145,9 @@ RECIPE_RULES = (
     "`extends` names one parent: a path relative to the file, or a shipped recipe. A setting of the file replaces the",
     'parent\'s whole setting; lists and tables are not merged. `"none"` removes an optional setting.',
     "",
+    "A relative path in a setting, such as `data.source`, is relative to the folder in which the command is started, also",
+    "where a recipe of another folder names it. The run.toml of a run keeps it as an absolute path.",
+    "",
     "Unknown sections and settings are errors, and all mistakes of all sources are reported at once, with their lines.",
     "A setting without effect in a recipe is reported before the run starts.",
 )

@@ -142,8 +142,8 @@ def test_every_path_of_a_recipe_is_absolute_once_it_is_loaded(tmp_path, monkeypa
 def test_what_is_no_path_here_stays_as_it_is_written(setting, value, tmp_path, monkeypatch):
     """Words, addresses and names of the hub; and a slip, which an error repeats as it was typed."""
     monkeypatch.chdir(tmp_path)
-    for name in ("installed", "auto"):
-        (tmp_path / name).mkdir()
+    for name in ("installed", "auto", "s3://bucket/folder"):  # a tool that knows no addresses makes a folder of one
+        (tmp_path / name).mkdir(parents=True)
     recipe = load_recipe(None, {setting: value}, environ={}).recipe
     assert setting_names.value_at(recipe.model_dump(), setting) == value
 

@@ -96,6 +96,12 @@ def test_a_path_that_is_not_there_is_said_before_torch_is_imported(settings, tmp
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plan_file_that_is_not_text_is_told_before_torch_is_imported(tmp_path):
+    (tmp_path / "plan.toml").write_bytes(b"\xff\xfe")
+    command = ["train", "--memory.plan", str(tmp_path / "plan.toml")]
+    assert "torch" not in loaded_modules(f"from tilewright.cli.app import run; assert run({command!r}) == 2")
+
+
 def test_a_report_needs_no_torch():
     """Nor does the download of `watch`, a process for each: they read records of a run."""
     code = "import tilewright.report.page, tilewright.report.watch.export, tilewright.cli.commands.outputs.report"

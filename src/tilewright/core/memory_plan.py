@@ -106,13 +106,14 @@ def plan_text(path: Path) -> str:
     """The text of a plan file; what it means is read in `planner.plan_file`.
 
     Raises:
-        ConfigError: no such file, or one that cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
+        ConfigError: no such file, or one that cannot be read as UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise unreadable_plan(path, str(error.strerror)) from error
+    except UnicodeDecodeError as error:
+        raise unreadable_plan(path, str(error)) from error
 
 
 def unreadable_plan(path: Path, why: str) -> ConfigError:

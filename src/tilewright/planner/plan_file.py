@@ -211,7 +211,7 @@ def read_plan(path: str | Path) -> PlanFile:
             ends=ends,
             predicted=raw["predicted"],
         )
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, KeyError, TypeError) as error:
+    except (tomllib.TOMLDecodeError, ValueError, KeyError, TypeError) as error:
         raise unreadable_plan(path, f"{type(error).__name__}: {error}") from error
 
 
