@@ -79,6 +79,23 @@ def test_commands_on_a_run_read_what_it_was_started_with(command, made, elsewher
         )
 
 
+def test_eval_of_a_run_with_a_relative_path_says_that_the_data_is_other(made, elsewhere, capsys):
+    """As an earlier version wrote it; in the folder of the run it is the run's own."""
+    folder = shutil.copytree(made / "runs" / "probe", made / "runs" / "old")
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace(f'"{made / "texts"}"', '"texts"'))
+    shutil.copytree(made / "texts", elsewhere / "texts", dirs_exist_ok=True)
+    (elsewhere / "texts" / "code" / "0.txt").write_text("none of the run's\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        assert run(["eval", str(folder)]) == 0
+    assert "note: the data" not in capsys.readouterr().err
+    assert run(["eval", str(folder), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["domains"]
+    assert f"note: the data is not what the run was trained on: see [data] in {folder / 'run.toml'}" in said.err
+
+
 def test_a_run_is_continued_from_another_folder(made, elsewhere, capsys):
     """In its own folder and with its own data, whatever `runs` and `texts` are here."""
     folder = shutil.copytree(made / "runs" / "probe", made / "runs" / "copy")

@@ -9,8 +9,10 @@ from click.core import ParameterSource
 
 from tilewright.cli.common import LATEST, find_run, json_option, print_json, run_or_model, show_table, verbosity
 from tilewright.cli.error_text import told_without_settings
+from tilewright.core.log import say
 from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.data.dataset.compressors import COMPRESSORS, pooled_bits
+from tilewright.models.folder.json_file import read_json
 
 if TYPE_CHECKING:
     from tilewright.training.executor.evaluate import DomainLoss
@@ -61,6 +63,7 @@ def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **opt
     file = folder / "run.toml"
     with told_without_settings(f"put it back there, or write its new path into {file}", str(file)):
         data = prepare_data(opened.recipe)
+    _say_other_data(folder, data.fingerprint)
     rows = held_out(opened.recipe, data, batches)
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.
     results = evaluate(opened.model, rows.batches, num_bytes=rows.num_bytes, device=opened.device, fp32=False)
@@ -100,6 +103,14 @@ def _check_options(batches: int | None, tasks: str | None) -> None:
         raise click.UsageError("--batches is for held-out text, and --tasks for tasks: one of them.", context)
     if tasks is not None and not tasks.strip(" ,"):
         raise click.UsageError("--tasks needs the name of a task.", context)
+
+
+def _say_other_data(folder: Path, fingerprint: str) -> None:
+    """Say where `eval` reads other data than the run was trained on: a changed folder, or, of a run.toml with a relative
+    path, one of the same name."""
+    record = folder / "data.json"
+    if record.is_file() and read_json(folder, record.name).get("fingerprint", fingerprint) != fingerprint:
+        say(f"note: the data is not what the run was trained on: see [data] in {folder / 'run.toml'}", error=True)
 
 
 def _losses(result: "DomainLoss") -> tuple[str, str]:
