@@ -106,8 +106,8 @@ def _check_options(batches: int | None, tasks: str | None) -> None:
 
 
 def _say_other_data(folder: Path, fingerprint: str) -> None:
-    """Say where `eval` reads other data than the run was trained on: a changed folder, or, of a run.toml with a relative
-    path, one of the same name."""
+    """Say where `eval` reads other data than the run was trained on: a changed folder, or, of a relative path, one of
+    the same name."""
     record = folder / "data.json"
     if record.is_file() and read_json(folder, record.name).get("fingerprint", fingerprint) != fingerprint:
         say(f"note: the data is not what the run was trained on: see [data] in {folder / 'run.toml'}", error=True)

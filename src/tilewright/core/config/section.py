@@ -35,7 +35,8 @@ class Place:
     def absolute(self, text: str) -> str:
         """The place that a text names, as an absolute path; the text itself where it is none."""
         path = os.path.expanduser(text)
-        if not text or "://" in text or text in self.words or not (self.bare or os.path.dirname(path) or os.path.splitext(path)[1]):
+        is_word = text in self.words or not (self.bare or os.path.dirname(path) or os.path.splitext(path)[1])
+        if not text or is_word or "://" in text:
             return text
         if self.run:
             runs = (path, os.path.join("runs", text))
