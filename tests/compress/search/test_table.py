@@ -13,7 +13,7 @@ from tilewright.compress.search.library.replacement_choices import choices_at
 from tilewright.compress.search.search_settings import KINDS, MEASURES
 from tilewright.compress.search.table import latency_table
 from tilewright.compress.search.table.choice_costs import costs_of, measured_costs, rest_of, shape_key
-from tilewright.compress.search.table.latency import Calls, Latency, model_calls, part_calls
+from tilewright.compress.search.table.latency import Latency, TimedCalls, model_calls, part_calls
 
 
 def clock_of(durations):
@@ -90,7 +90,7 @@ def test_a_machine_that_changes_meanwhile_changes_no_latency():
     found = measure_beside(lasting(0.5), lasting(1.0), known, lambda: now[0])
     assert found == Seconds(pytest.approx(1.0), pytest.approx(0.0), True)
     assert calls == [0.5, 1.0] * 6
-    run, stack = (Calls(lasting(s), lasting(s / 4), 0, copies) for s, copies in ((1.0, 1), (2.0, 4)))
+    run, stack = (TimedCalls(lasting(s), lasting(s / 4), 0, copies) for s, copies in ((1.0, 1), (2.0, 4)))
     shared = stack.latency_beside(run, Latency(known, Seconds(1.0, 0.0, True)), lambda: now[0])
     assert shared == Latency(Seconds(pytest.approx(1.0), 0.0, True), Seconds(pytest.approx(0.5), 0.0, True))
 
@@ -154,7 +154,7 @@ def test_layers_cost_what_they_take_whichever_parts_they_have(name, monkeypatch)
         return Latency(found, found)
 
     monkeypatch.setattr(
-        latency_table, "part_calls", lambda config, layer, shape, *rest, **others: Calls(shape, shape, 0)
+        latency_table, "part_calls", lambda config, layer, shape, *rest, **others: TimedCalls(shape, shape, 0)
     )
     rows, said = {}, []
     choices = {place: choices_at(config, place, KINDS) for place in places(config)}

@@ -41,7 +41,7 @@ from tilewright.compress.search.recipe_file import recipe_text
 from tilewright.compress.search.search_seconds import WIDE, SearchWork, stage_seconds
 from tilewright.compress.search.search_settings import IN_WORDS, LayerSearchSettings
 from tilewright.compress.search.table.choice_costs import Costs, costs_of, measured_costs, rest_of
-from tilewright.compress.search.table.latency import Calls, Latency, model_calls
+from tilewright.compress.search.table.latency import Latency, TimedCalls, model_calls
 from tilewright.compress.search.table.latency_table import measure_table
 from tilewright.compress.search.trained_shape import ShapeTrainer, shape_name
 from tilewright.core.atomic_io import write_whole
@@ -277,10 +277,10 @@ class LayerSearch:
         )  # fmt: skip
 
     @cached_property
-    def _run_calls(self) -> Calls:
+    def _run_calls(self) -> TimedCalls:
         return model_calls(self.model, self.settings.context)
 
-    def timed(self, calls: Calls) -> Latency:
+    def timed(self, calls: TimedCalls) -> Latency:
         """Latency of calls in a search of layers, in turns with those of the run."""
         return calls.latency_beside(self._run_calls, Latency.from_json(self.record["latency"]["run"]), self._clock)
 

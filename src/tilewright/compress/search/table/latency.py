@@ -76,7 +76,7 @@ def as_served(model: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Calls:
+class TimedCalls:
     """The calls of one part, or of a decoder, whose latency is measured.
 
     Args:
@@ -97,7 +97,7 @@ class Calls:
         return self._of_one(Latency(measure(self.prefill, clock), measure(self.token, clock)))
 
     @torch.no_grad()
-    def latency_beside(self, run: "Calls", known: Latency, clock: Clock) -> Latency:
+    def latency_beside(self, run: "TimedCalls", known: Latency, clock: Clock) -> Latency:
         """Latency of these calls in turns with the run's, which is known."""
         prefill = measure_beside(self.prefill, run.prefill, known.prefill, clock)
         return self._of_one(Latency(prefill, measure_beside(self.token, run.token, known.token, clock)))
@@ -106,11 +106,11 @@ class Calls:
         return Latency(*(replace(of, least=of.least / self.copies) for of in (all_of_them.prefill, all_of_them.token)))
 
 
-Timed = Callable[[Calls], Latency]
+Timed = Callable[[TimedCalls], Latency]
 
 
 @torch.no_grad()
-def model_calls(model: Any, context: int) -> Calls:
+def model_calls(model: Any, context: int) -> TimedCalls:
     """The calls of a decoder that answers one row.
 
     Args:
@@ -126,13 +126,13 @@ def model_calls(model: Any, context: int) -> Calls:
         model.next_token_logits(ids_BS[:, :length], cache)
         cache.advance(-length)
 
-    return Calls(partial(run, empty, context), partial(run, full, 1), full.num_bytes)
+    return TimedCalls(partial(run, empty, context), partial(run, full, 1), full.num_bytes)
 
 
 @torch.no_grad()
 def part_calls(
     config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels, *, stack_bytes: int, context: int
-) -> Calls:
+) -> TimedCalls:
     """The calls of a part.
 
     Args:
@@ -161,7 +161,7 @@ def part_calls(
 
     run(full, 0, context)
     full.advance(context)
-    return Calls(partial(run, empty, 0, context), partial(run, full, context, 1), full.num_bytes // copies, copies)
+    return TimedCalls(partial(run, empty, 0, context), partial(run, full, context, 1), full.num_bytes // copies, copies)
 
 
 def _copy(config: DecoderConfig, layer: int, shape: LayerShape, kernels: Kernels) -> Block:
