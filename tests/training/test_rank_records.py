@@ -13,8 +13,9 @@ import torch.distributed as dist
 from tests.ranks import on_ranks
 from tests.training.ranks_that_die import on_ranks_of_which_one_dies
 from tests.training.sharded import joined
+from tilewright.core.config.load import load_recipe
 from tilewright.parallel.liveness.heartbeat import FOLDER
-from tilewright.training.planning.rank_watch import watched
+from tilewright.training.planning.rank_watch import facts_of, settings_of, watched
 
 pytestmark = pytest.mark.dist
 DEAD = 2**22 + 1
@@ -77,3 +78,13 @@ def test_the_next_ranks_remove_those_of_ranks_that_were_all_killed(tmp_path):
     on_ranks(2, _caught, tmp_path, "well")
     stay = ["one runs", "elsewhere", "of another that begins now"]
     assert _left(tmp_path) == sorted(["other", *(f"tilewright-ranks-{name}" for name in stay)])
+
+
+def test_folders_that_are_made_may_differ_between_machines(tmp_path):
+    def recipe(**values: object):
+        return load_recipe("default", {name.replace("__", "."): str(value) for name, value in values.items()}).recipe
+
+    one, other = recipe(data__cache_dir=tmp_path / "a"), recipe(data__cache_dir=tmp_path / "b")
+    assert settings_of(one) == settings_of(other)
+    assert facts_of(one) == facts_of(other)
+    assert facts_of(one) != facts_of(recipe(data__source=tmp_path))

@@ -15,7 +15,7 @@ import xxhash
 from tilewright import __version__
 from tilewright.core.config.executors import Capabilities
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.config.setting_names import flat
+from tilewright.core.config.setting_names import fields, flat
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.launch import PIPELINES, on_first
 from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, records, watching
@@ -202,14 +202,17 @@ def _remove_unread(folder: Path, ranks: int = 1) -> None:
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """Settings that must be equal on all ranks before they make groups; the watch compares them."""
-    digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
+    """Facts that must be equal on all ranks before they make groups; the watch compares them."""
+    digest = xxhash.xxh3_128_hexdigest(repr(settings_of(recipe)).encode())
     return {"recipe": digest, "version of tilewright": __version__, "version of torch": torch.__version__}
 
 
 def settings_of(recipe: Recipe) -> dict[str, str]:
-    """The settings of a recipe, to name those in which watched ranks differ."""
-    return {f"setting {name}": repr(value) for name, value in flat(recipe.model_dump(mode="json")).items()}
+    """The settings of a recipe that must be equal on watched ranks: all but folders that are made, such as caches. Each
+    machine may have these elsewhere."""
+    values = flat(recipe.model_dump(mode="json"))
+    made = {item.path for item in fields() if item.place is not None and item.place.made}
+    return {f"setting {name}": repr(value) for name, value in values.items() if name not in made}
 
 
 def check_world(world: World, recipe: Recipe, can: Capabilities) -> None:
