@@ -126,6 +126,6 @@ def _searched(result: Result) -> Iterator[Row]:
     for what, how, target in (("token", "one cached token", "at most 0.88x"), ("prefill", "prefill of 512", "-")):
         ratios = [found["beside the best"][what]["median"] for found in by_seed.values()]
         yield row(result, f"search_uniform {what}", f"{_SEARCHED}: {how}", target, ratios)
-    over = [found["found"]["search_s"] / found["found"]["training_s"] for found in by_seed.values()]
-    metric = "processor time of a search of the layers of `cpu_10m`, over one training of the shape that it found"
+    over = [found["search over training the run"] for found in by_seed.values()]
+    metric = "processor time of a search of the layers of `cpu_10m`, over one training of it"
     yield row(result, "search_uniform search", metric, "at most 3x", over)
