@@ -138,14 +138,14 @@ class Study:
 
             return run
 
-        rounds = self.args.rounds
+        rounds, (_, clock) = self.args.rounds, machine_clock()
         with torch.no_grad(), ExitStack() as modes:
             for model in models.values():
                 modes.enter_context(evaluation(model))
-            prefill = in_turns({name: call(name, CONTEXT) for name in models}, rounds)
+            prefill = in_turns({name: call(name, CONTEXT) for name in models}, rounds, clock=clock)
             for cache in caches.values():
                 cache.advance(CONTEXT)
-            token = in_turns({name: call(name, 1) for name in models}, 10 * rounds)
+            token = in_turns({name: call(name, 1) for name in models}, 10 * rounds, clock=clock)
         return {"prefill": prefill, "token": token}, {name: cache.num_bytes for name, cache in caches.items()}
 
     def found(self) -> dict[str, Any]:
