@@ -46,6 +46,11 @@ def kill_and_finish(tmp_path: Path, processes: int, kills: int, seed: int) -> No
     kill_until_whole(source, tmp_path, processes, kills, seed)
 
 
+def finished(out: Path) -> set[Path]:
+    """Receipts of finished units. Folders of unfinished ones are not entered: they vanish while a build runs."""
+    return set(out.glob(f"work/*/?????/{RECEIPT}"))
+
+
 def kill_until_whole(
     source: Path, tmp_path: Path, processes: int, kills: int, seed: int, sections: str = "", executor: str = "local"
 ) -> None:
@@ -57,13 +62,13 @@ def kill_until_whole(
         child = start(source, out, processes, sections, executor)
         receipts = {}
         deadline = time.monotonic() + 60
-        known = set(out.rglob(RECEIPT))
+        known = finished(out)
         wait_for = len(known) + rng.randint(0, 12)
-        while child.poll() is None and len(set(out.rglob(RECEIPT))) < wait_for and time.monotonic() < deadline:
+        while child.poll() is None and len(finished(out)) < wait_for and time.monotonic() < deadline:
             time.sleep(0.002)
         delays.append(rng.random() * 0.02)
         time.sleep(delays[-1])
-        receipts = {p: p.stat().st_mtime_ns for p in out.rglob(RECEIPT) if ".part-" not in str(p)}
+        receipts = {p: p.stat().st_mtime_ns for p in finished(out)}
         ended = child.poll() is not None  # the whole build was quicker than the draw
         if not ended and rng.random() < 0.5:
             os.killpg(child.pid, signal.SIGKILL)  # all processes
