@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="an empty folder for the run, which stays")
     args = parser.parse_args()
     with Stolen() as stolen, tempfile.TemporaryDirectory() as temporary:
-        found = first_run((args.keep or Path(temporary)).absolute())
+        folder = (args.keep or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        found = first_run(folder)
     write_result(f"first_run_{machine_kind()}", CLAIM, found | {"stolen_share": stolen.share})
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from tests.data.build.corpora import build, prose, settings
@@ -30,7 +30,9 @@ _texts = st.one_of(
     st.integers(0, 12).map(lambda seed: prose(seed, 30)),  # few, so that some are equal
     st.integers(0, 12).map(lambda seed: "\r\n" + prose(seed, 30).replace("\n", "\r\n")),
     st.integers(20, 30).map(lambda seed: prose(seed, 30).replace(" ", "\r", 3)),
-    st.sampled_from(["", " \n\t\n", "\0", "one\0two", "cafe\u0301", "\ufeff", "\u2028", "漢字 🦊", "a" * 300]),
+    st.sampled_from(
+        ["", " \n\t\n", "\0", "one\0two", "cafe\u0301", "\ufeff", "\ufeffone", "\u2028", "漢字 🦊", "a" * 300]
+    ),
 )
 _rows = st.one_of(
     _texts.map(lambda text: json.dumps({"text": text})),
@@ -49,6 +51,10 @@ def _csv(texts: list[str]) -> str:
     return "id,text\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(texts) if '"' not in text)
 
 
+def _gzip(data: bytes) -> bytes:
+    return gzip.compress(data, mtime=0)  # a build names a file by its bytes: no clock in them
+
+
 _lists = st.lists(_texts, max_size=5)
 _encodings = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 _plain = st.builds(lambda text, encoding: text.encode(encoding), _texts, _encodings)
@@ -62,8 +68,8 @@ _kinds = st.one_of(
     st.tuples(st.just(".json"), _json),
     st.tuples(st.just(".csv"), _lists.map(lambda texts: _csv(texts).encode())),
     st.tuples(st.just(".parquet"), st.lists(st.one_of(_texts, st.none()), max_size=7).map(_table)),
-    st.tuples(st.just(".txt.gz"), _plain.filter(lambda data: len(data) > 4).map(gzip.compress)),
-    st.tuples(st.just(".jsonl.gz"), _jsonl.map(gzip.compress)),
+    st.tuples(st.just(".txt.gz"), _plain.filter(lambda data: len(data) > 4).map(_gzip)),
+    st.tuples(st.just(".jsonl.gz"), _jsonl.map(_gzip)),
     st.tuples(st.just(".bin"), st.just(bytes(range(256)))),
 )
 _files = st.lists(st.tuples(st.sampled_from(["", "a/", "b/", "b/c/"]), _kinds), min_size=1, max_size=8)
@@ -109,6 +115,12 @@ def refused(summary: dict[str, Any]) -> dict[str, Counter[str]]:
     return {"files": +files, "documents": +documents}
 
 
+_NUL, _MARKED = "one\0two".encode("utf-32"), "\ufeffone".encode("utf-16")
+
+
+@example(files=[("", (".txt", _NUL)), ("", (".txt.gz", _gzip(_NUL)))])
+@example(files=[("", (".txt", _MARKED)), ("a/", (".txt.gz", _gzip("\ufeff".encode("utf-8-sig"))))])
+@example(files=[("", (".jsonl.gz", _gzip(b"{no"))), ("", (".jsonl", b"{no"))])
 @given(files=_files)
 @examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_texts_ids_and_reasons_are_the_same(tmp_path_factory, files):

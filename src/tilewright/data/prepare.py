@@ -42,7 +42,7 @@ from tilewright.data.stages.merge_shards import TOKENS
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
 _STREAMING = Streaming()
 _CHAT_FORMAT = 7  # of entries of conversations
-_FORMAT = 6  # of the cache entries; a change makes old entries unused
+_FORMAT = 7  # of the cache entries; a change makes old entries unused
 
 
 def prepare(

@@ -33,7 +33,7 @@ def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = Fals
     Args:
         name: of the file.
         at: place in it, as "line 3".
-        line: the row as UTF-8.
+        line: the row as UTF-8, with its line end: a last one without may be half-written.
         field: of the object that holds the text; None: the whole object is wanted, as JSON.
         bare: a row may also be the text itself.
     """
@@ -53,8 +53,8 @@ def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = Fals
         yield reject("JSON nested too deep", "brackets in brackets")
         return
     except ValueError as error:
-        half = at.startswith("byte") and not line.endswith(b"\n")
-        yield reject("half-written last line" if half else "line is not JSON", str(error))
+        whole = bare or line.endswith(b"\n")
+        yield reject("line is not JSON" if whole else "half-written last line", str(error))
         return
     yield from _text(name, at, value, field, reject, bare)
 

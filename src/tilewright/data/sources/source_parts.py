@@ -15,6 +15,8 @@ from tilewright.data.sources.path_purpose import Wanted, wanted
 MAX_DOCUMENT_CHARS = 65_536
 """Longer texts are cut into documents of at most this many characters, at a blank line where there is one."""
 
+BINARY_HEAD = 8192
+"""Bytes at the beginning of a document by which it is text or binary."""
 _BAD_LINE_SHARE = 0.1
 _CONTROL = bytes(set(range(32)) - {8, 9, 10, 11, 12, 13, 27})
 _MARKS = {  # in this order: UTF-32's little-endian mark begins with that of UTF-16
@@ -111,13 +113,16 @@ def decode(name: str, data: bytes, part: str = "") -> Iterator[Record | Rejected
     if not data:
         return
     wide = wide_encoding(data)
-    if wide:
-        try:
-            yield text_of(name, data.decode(wide), part)
-        except UnicodeDecodeError as error:
-            yield not_as_marked(name, wide, error.reason, len(data))
+    try:
+        data = data.decode(wide).encode() if wide else data.removeprefix(codecs.BOM_UTF8)
+    except UnicodeDecodeError as error:
+        yield not_as_marked(name, wide, error.reason, len(data))
         return
-    data = data.removeprefix(codecs.BOM_UTF8)
+    yield from decode_unmarked(name, data, part)
+
+
+def decode_unmarked(name: str, data: bytes, part: str) -> Iterator[Record | Rejected]:
+    """`decode` for UTF-8 whose byte-order mark was taken off: one that follows it is text."""
     if looks_binary(data):
         yield rejected(name, "binary, not text", part=part, num_bytes=len(data))
         return
@@ -153,11 +158,14 @@ def _keep_good_lines(name: str, data: bytes, part: str) -> Iterator[Record | Rej
 def looks_binary(data: bytes) -> bool:
     """True where a source's document looks binary: the first 8 KiB hold a NUL, or more than a tenth control characters.
 
+    Args:
+        data: of UTF-8, or another encoding with the signs of ASCII; text of UTF-16 and UTF-32 as UTF-8.
+
     Example:
         >>> looks_binary(b"plain text\\n"), looks_binary(b"PK\\x03\\x04\\x00")
         (False, True)
     """
-    head = data[:8192]
+    head = data[:BINARY_HEAD]
     return b"\0" in head or len(head) - len(head.translate(None, _CONTROL)) > 0.1 * len(head)
 
 

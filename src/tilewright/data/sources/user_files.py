@@ -26,7 +26,15 @@ from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.parquet_and_arrow import arrow_parts, is_saved_dataset, parquet_parts, saved_dataset_parts
 from tilewright.data.sources.path_purpose import TEXT_SUFFIXES, Wanted, existing, wanted
-from tilewright.data.sources.source_parts import Part, Source, decode, looks_binary, printable, wide_encoding
+from tilewright.data.sources.source_parts import (
+    Part,
+    Source,
+    decode,
+    decode_unmarked,
+    looks_binary,
+    printable,
+    wide_encoding,
+)
 
 SEGMENT_BYTES = 1 << 20
 """Plain files above this are split into parts of this size."""
@@ -230,7 +238,8 @@ def _read_text_segment(name: str, path: Path, start: int, end: int) -> Iterator[
             yield too_long(name, LONGEST_LINE, len(line))
         else:
             lines.append(line)
-    yield from decode(name, b"".join(lines), f"from byte {start}")
+    of_segment = decode_unmarked if start else decode
+    yield from of_segment(name, b"".join(lines), f"from byte {start}")
 
 
 def _read_streamed_text(name: str, path: Path) -> Iterator[Record | Rejected]:
@@ -244,10 +253,10 @@ def _read_streamed_text(name: str, path: Path) -> Iterator[Record | Rejected]:
         block.append(line)
         held += len(line)
         if held >= SEGMENT_BYTES:
-            yield from decode(name, b"".join(block), f"block {number}")
+            yield from decode_unmarked(name, b"".join(block), f"block {number}")
             block, held, number = [], 0, number + 1
     if block:
-        yield from decode(name, b"".join(block), f"block {number}")
+        yield from decode_unmarked(name, b"".join(block), f"block {number}")
 
 
 def _read_jsonl(name: str, path: Path, field: str | None, start: int, end: int) -> Iterator[Record | Rejected]:

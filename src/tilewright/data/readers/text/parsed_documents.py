@@ -11,8 +11,8 @@ from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.parser_process import parser_process
 from tilewright.data.readers.text.decode_text import Decoded, decode_text, wide_encoding_of
 from tilewright.data.readers.text.detect_encoding import declared_encoding
-from tilewright.data.readers.text.plain_text import Items, lost_lines, text_record
-from tilewright.data.sources.source_parts import looks_binary
+from tilewright.data.readers.text.plain_text import Items, binary, lost_lines, text_record
+from tilewright.data.sources.source_parts import BINARY_HEAD, looks_binary
 
 
 def read_html(entry: Entry) -> Items:
@@ -24,11 +24,12 @@ def read_html(entry: Entry) -> Items:
     entry.need("selectolax")
     data = entry.path.read_bytes()
     wide = wide_encoding_of(data[:4096])
-    if not wide and looks_binary(data):
-        yield entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=size)
+    text = data.decode(wide, "replace") if wide else ""
+    if looks_binary(text[:BINARY_HEAD].encode() if wide else data):
+        yield binary(entry, size)
         return
     if wide:
-        decoded = Decoded(data.decode(wide, "replace"), wide, [])
+        decoded = Decoded(text, wide, [])
     else:
         decoded = decode_text(data.removeprefix(b"\xef\xbb\xbf"), declared_encoding(data))
     if decoded.lost:

@@ -13,7 +13,7 @@ from tilewright.data.readers.file_entry import Entry
 from tilewright.data.readers.text.decode_text import decode_text, is_suspect, undo_mojibake, wide_encoding_of
 from tilewright.data.readers.text.detect_encoding import declared_encoding
 from tilewright.data.sources.file_lines import segment_lines
-from tilewright.data.sources.source_parts import looks_binary
+from tilewright.data.sources.source_parts import BINARY_HEAD, looks_binary
 
 BLOCK_BYTES = 1 << 20
 """Text of a large file comes in records of about this size."""
@@ -65,7 +65,7 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
         if at + len(block) == size:
             block = block.rstrip(END_OF_FILE)
         if looks_binary(block):
-            yield entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=len(block))
+            yield binary(entry, len(block))
             continue
         # The encoding of a block is passed on to the next one.
         decoded = decode_text(block, encoding)
@@ -76,6 +76,11 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
                 continue
         yield from text_record(entry, decoded.text, at, at + len(block), {**decoded.facts, **facts})
         facts = {}
+
+
+def binary(entry: Entry, num_bytes: int) -> Rejected:
+    """The reject of plain text that looks binary."""
+    return entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=num_bytes)
 
 
 def lost_lines(entry: Entry, lost: list[bytes], found: str) -> Rejected:
@@ -165,7 +170,9 @@ def _wide(entry: Entry, encoding: str, facts: dict[str, str]) -> Items:
                     lost = error.reason
                 block = block[: error.start]
                 text = block.decode(encoding)
-            if block:
+            if looks_binary(text[:BINARY_HEAD].encode()):
+                yield binary(entry, len(block))
+            elif block:
                 yield from text_record(entry, text, at, at + len(block), {"encoding": encoding, **facts})
             at, facts = at + len(block), {}
             if lost:
