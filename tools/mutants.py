@@ -4,7 +4,8 @@
 those of cosmic-ray's operators. A function is drawn first, then a kind of change in it, then the change: neither long
 functions nor operators with many replacements dominate the sample. Each change is made in a copy of the repository, and
 tested with -x by the files that are nearest to it: those that import the changed module, then those that import one
-that imports it, and so on; in each step those of the same folder first. A test that fails is run once more without the
+that imports it, and so on, in each step those of the same folder first; and those that name what the function names,
+above all what few tests name. A test that fails is run once more without the
 change: one that fails then, too, kills nothing.
 
 A survivor shows a missing test, or changes nothing that a caller sees: a person decides. Triton's kernels are left out:
@@ -17,6 +18,7 @@ import difflib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -39,13 +41,15 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "tilewright"
 PACKAGES = sorted(folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists())
-NEAREST = 12
-"""Files of tests that a change is tested by, at most."""
+NEAREST, NAMING = 8, 4
+"""Files of tests that a change is tested by, at most: the nearest by imports, and others that name what the function
+names."""
 # The first two need arguments; the others swap `is` and `==`, which seldom changes what is computed.
 NO_OPERATORS = (
     *("VariableReplacer", "VariableInserter", "Operator_Is_Eq", "Operator_IsNot_NotEq"),
     *("Operator_Eq_Is", "Operator_NotEq_IsNot"),
 )
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 MEMORY_LIMIT_GIB = 16
 TEST_LIMIT_S = 120  # a change that makes a test wait for ever is found by it
 # The limit holds in the process of the tests and its children: a changed size may ask for any amount of memory.
@@ -204,6 +208,32 @@ def nearest_tests(path: str) -> list[str]:
     return [str(file) for file in found[:NEAREST]]
 
 
+@cache
+def words_of_tests() -> dict[str, set[str]]:
+    """The words of each test file."""
+    files = [file for file in imports("tests") if file.name.startswith("test_")]
+    return {str(file): set(WORD.findall((ROOT / file).read_text())) for file in files}
+
+
+def naming_tests(function: Function) -> list[str]:
+    """Test files that name what a function names (names, keys, files): a word counts the more the fewer tests have
+    it."""
+    body = (ROOT / function.path).read_text().splitlines()[function.first - 1 : function.last]
+    words = set(WORD.findall("\n".join(body))) | set(function.name.split("."))
+    found: dict[str, float] = defaultdict(float)
+    for word in words:
+        having = [file for file, theirs in words_of_tests().items() if word in theirs]
+        for file in having:
+            found[file] += 1 / len(having)
+    return sorted(found, key=lambda file: (-found[file], file))
+
+
+def tests_of(function: Function) -> list[str]:
+    """The test files that a change of a function is tested by."""
+    nearest = nearest_tests(function.path)
+    return [*nearest, *[file for file in naming_tests(function) if file not in nearest][:NAMING]]
+
+
 def run_tests(folder: Path, tests: list[str], limit_s: float) -> int | None:
     """Exit status of pytest in the folder; None after limit_s seconds."""
     environment = os.environ | {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
@@ -233,7 +263,7 @@ def test_mutant(folder: Path, mutant: Mutant, limit_s: float) -> str:
     path.write_text(mutant.changed)
     compiled.unlink(missing_ok=True)
     try:
-        status = run_tests(folder, nearest_tests(mutant.function.path), limit_s)
+        status = run_tests(folder, tests_of(mutant.function), limit_s)
     finally:
         path.write_text(mutant.source)
         compiled.unlink(missing_ok=True)
