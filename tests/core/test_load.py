@@ -270,6 +270,21 @@ def test_a_written_setting_without_effect_is_noted_a_parents_is_not(tmp_path):
     assert load_recipe(child, environ={}).notes == ()
 
 
+@pytest.mark.parametrize("name", ["run.toml", "mine.toml"])
+def test_a_recipe_that_a_run_wrote_has_no_notes_what_is_typed_beside_it_has(tmp_path, name):
+    """It lists every setting, whoever set it; of what a user had written before, the first run has told."""
+    loaded = load_recipe(None, {"model.kv_lora_rank": "3", "train.minutes": "2", "train.steps": "9"}, environ={})
+    assert len(loaded.notes) == 2
+    write_run_toml(loaded, tmp_path / name)
+    assert load_recipe(tmp_path / name, environ={}).notes == ()
+    for typed, given in (({"optim.momentum": "0.5"}, {}), ({}, {"TILEWRIGHT_OPTIM_MOMENTUM": "0.5"})):
+        (note,) = load_recipe(tmp_path / name, typed, environ=given).notes
+        assert note.startswith("optim.momentum has no effect here")
+    child = write(tmp_path, "child.toml", f'extends = "{name}"\n[optim]\nmomentum = 0.5\n')
+    (note,) = load_recipe(child, environ={}).notes
+    assert note.endswith(f"({child}:3)")
+
+
 # --- the resolved recipe ----------------------------------------------------------------------------------------------
 
 

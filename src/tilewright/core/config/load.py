@@ -19,7 +19,7 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.recipe import Recipe, TrainSection
-from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml, toml_text
+from tilewright.core.config.toml import NONE, RECIPES, RESOLVED, TomlFile, find_recipe, inline, read_toml, toml_text
 from tilewright.core.config.unused_settings import without_effect
 from tilewright.core.config.value_messages import broken_text, by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.errors import ConfigError, Problem, printable
@@ -40,7 +40,7 @@ class Loaded:
     """Stem of the file; of a run folder's run.toml the folder's name; "default" without a file."""
     path: Path | None = None
     notes: tuple[str, ...] = ()
-    """Settings that were written down but have no effect in this recipe, one sentence each."""
+    """Settings that a user wrote down but that have no effect in this recipe, one sentence each."""
 
 
 @dataclass
@@ -78,9 +78,13 @@ def load_recipe(
         (10, 'cli', 'default')
     """
     merged = _Values()
+    # A parent's setting may be void in the child, and a resolved recipe lists the void ones too; only what this user
+    # wrote deserves a word.
+    by_others: tuple[str, ...] = ("extends ",)
     file = None if path is None else find_recipe(path)
     if file is not None:
         chain = _chain(file)
+        by_others += ("file ",) if chain[0].is_resolved else ()
         for depth, toml in reversed(list(enumerate(chain))):
             _put_file(merged, toml, f"{'extends' if depth else 'file'} {printable(toml.path.name)}")
     settings, problems = env.settings(environ)
@@ -97,11 +101,10 @@ def load_recipe(
     recipe = _validated(merged)
     sources = {item.path: merged.sources.get(item.path, DEFAULT) for item in setting_names.fields()}
     void = without_effect(recipe)
-    # A parent's setting may be void in the child; only what this user wrote deserves a word.
     notes = [
         f"{name} has no effect here: {why} ({merged.places[name]})"
         for name, why in void.items()
-        if name in merged.values and not merged.sources[name].startswith("extends")
+        if name in merged.values and not merged.sources[name].startswith(by_others)
     ]
     return Loaded(recipe, sources, _name(file), file, tuple(notes))
 
@@ -124,7 +127,7 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
         by_section[section].append(f"{name} = {item.as_string()} # {loaded.sources[setting]}")
     # A document of tomlkit's would look for the place of each line among those that it has: half of the time.
     tables = (f"\n[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in by_section.items())
-    first = f"# Resolved recipe {loaded.name!r}; the comment of a value is where it came from.\n"
+    first = f"{RESOLVED}{loaded.name!r}; the comment of a value is where it came from.\n"
     write_whole(Path(path), first + "".join(tables))
 
 

@@ -21,6 +21,9 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 NONE = "none"
 """How a recipe writes 'no value' for a setting that may have none; TOML has no null."""
 
+RESOLVED = "# Resolved recipe "
+"""How a recipe begins that the program wrote with all of its settings."""
+
 _LONGEST_NAME, _LONGEST_PATH = 255, 4096  # of Linux
 _SHORT_TEXT, _SHORT_LIST = 400, 20  # characters and entries of a value in a message
 _HEADER = re.compile(r"\s*\[\[?\s*([A-Za-z0-9_.\"'-]+)\s*\]\]?\s*(#.*)?\Z")
@@ -34,6 +37,8 @@ class TomlFile:
     path: Path
     data: dict[str, object]
     lines: dict[str, int]
+    is_resolved: bool = False
+    """A run wrote it, with a value for every setting, not a user with some."""
 
     def place(self, key: str) -> str:
         """Place in a TOML file: `file:line` of a key, or of the section around it, or the file."""
@@ -121,7 +126,7 @@ def read_toml(path: Path) -> TomlFile:
             need="lists of texts and tables of numbers" if deep else "numbers of at most 4300 digits",
             where=str(path),
         ) from None
-    return TomlFile(path, data, _find_lines(text))
+    return TomlFile(path, data, _find_lines(text), text.startswith(RESOLVED))
 
 
 def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
