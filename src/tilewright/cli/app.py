@@ -14,7 +14,7 @@ import click
 
 from tilewright.cli.error_text import is_of_others, print_once
 from tilewright.core import env
-from tilewright.core.errors import EXIT_INPUT, ConfigError, HardwareError, TilewrightError
+from tilewright.core.errors import EXIT_INPUT, ConfigError, HardwareError, TilewrightError, is_of_path, path_error
 
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -196,6 +196,13 @@ def run(args: list[str]) -> int:
         # The reader (head, less) is gone: nothing left to say, and Python must not say it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
+    except OSError as error:  # of a path that was typed: commands ask what is there in many places
+        if not is_of_path(error):
+            raise
+        print_once(path_error(os.fsdecode(error.filename), got=error.strerror or ""))
+        if state.verbosity:
+            raise
+        return EXIT_INPUT
     except RuntimeError as error:  # of several ranks: a connection that broke because another one ended
         if not is_of_others(error):
             raise

@@ -5,6 +5,7 @@ import difflib
 import gc
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import click
 from tilewright.cli.table_layout import lay_out
 from tilewright.core import env, log
 from tilewright.core.env import MOST_THREADS
-from tilewright.core.errors import ConfigError, DataError
+from tilewright.core.errors import ConfigError, DataError, is_too_long, path_error
 from tilewright.core.json_text import to_json
 from tilewright.core.log import say
 
@@ -45,6 +46,19 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return found
+
+
+class PathName(click.Path):
+    """click's path of an argument or option, as `Path` or as text. One at which no file can be is an error before
+    anything is done, which may take hours."""
+
+    def __init__(self, kind: type[str] | type[Path] = Path, *, dir_okay: bool = True) -> None:
+        super().__init__(dir_okay=dir_okay, path_type=kind)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if is_too_long(os.fspath(value)):
+            raise path_error(os.fspath(value))
+        return super().convert(value, param, ctx)
 
 
 class RecipeCommand(click.Command):

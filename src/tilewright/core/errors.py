@@ -7,6 +7,7 @@ Bugs of ours stay ordinary exceptions (`AssertionError`, `TypeError`) and keep t
 
 import errno
 import mmap
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,6 +153,52 @@ class HardwareError(TilewrightError):
     exit_code = EXIT_HARDWARE
 
 
+LONGEST_NAME, LONGEST_PATH = 255, 4096
+"""Bytes of a path that a user's error is about, and of each name in it, of Linux."""
+
+
+def is_too_long(path: str) -> bool:
+    """True if no file can be at a path that a user gave: an error, whatever is done with it. Python's own tests of
+    paths raise an OSError for it, and say False for one that is not there.
+
+    Example:
+        >>> is_too_long("a" * 255 + "/" + "b" * 255), is_too_long("é" * 128)
+        (False, True)
+    """
+    raw = os.fsencode(path)
+    return len(raw) >= LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME
+
+
+def is_of_path(error: BaseException) -> bool:
+    """True if an error is about a path alone, whatever was to be done with it: it is too long, or in a folder that this
+    user may not look into.
+
+    Example:
+        >>> [is_of_path(OSError(code, "text", "x")) for code in (errno.ENAMETOOLONG, errno.EACCES, errno.ENOSPC)]
+        [True, True, False]
+    """
+    if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
+        return False
+    return isinstance(error.filename, str | bytes)
+
+
+def path_error(path: str, got: str = "") -> ConfigError:
+    """The error for a user about a path that cannot be used: `is_too_long`, or of an error that `is_of_path`.
+
+    Args:
+        path: that was given.
+        got: what the system said; "": its length.
+    """
+    return ConfigError(
+        "Path cannot be used",
+        got=got or f"a path of {len(os.fsencode(path)):,} bytes",
+        need=f"a path that this user may look at, below {LONGEST_PATH} bytes, names in it of at most {LONGEST_NAME}",
+        try_="the path as `ls` shows it; or a link to it from another folder",
+        where=path if len(path) <= _SHOWN else f"{path[:_SHOWN]}...",
+    )
+
+
+_SHOWN = 80  # characters of a path
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FILES = (errno.EMFILE, errno.ENFILE)
 _MEMORY = (errno.ENOMEM, errno.EAGAIN)

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from tilewright.cli.common import LATEST, find_run, json_option, print_json, run_or_model, show_table, verbosity
+from tilewright.cli.common import (
+    LATEST,
+    PathName,
+    find_run,
+    json_option,
+    print_json,
+    run_or_model,
+    show_table,
+    verbosity,
+)
 from tilewright.cli.error_text import told_without_settings
 from tilewright.core.log import say
 from tilewright.core.units import format_bits, format_loss, format_perplexity
@@ -26,7 +35,7 @@ _TASK_OPTIONS = ("limit", "num_fewshot", "include_path", "batch_size", "apply_ch
 @click.option("--tasks", metavar="NAME,...", help="Tasks of lm-evaluation-harness instead of the held-out text.")
 @click.option("--limit", type=click.IntRange(1), help="Documents of each task. Default: all.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="Examples in each prompt. Default: what the task says.")
-@click.option("--include-path", type=click.Path(path_type=Path), help="Folder with .yaml files of your own tasks.")
+@click.option("--include-path", type=PathName(), help="Folder with .yaml files of your own tasks.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Rows that run together.")
 @click.option("--apply-chat-template", is_flag=True, help="Put each prompt into the model's chat template.")
 @click.option(

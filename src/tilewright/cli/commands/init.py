@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from tilewright.cli.common import recipe_argument, verbosity
+from tilewright.cli.common import PathName, recipe_argument, verbosity
 from tilewright.core.config.load import shipped_recipes
 from tilewright.core.config.toml import RECIPES
 from tilewright.core.errors import ConfigError
@@ -13,9 +13,7 @@ from tilewright.core.log import say
 
 @click.command()
 @recipe_argument
-@click.option(
-    "--to", type=click.Path(path_type=Path), help="Output file. Default: the recipe's name, in the current folder."
-)
+@click.option("--to", type=PathName(), help="Output file. Default: the recipe's name, in the current folder.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--list", "list_", is_flag=True, help="List the shipped recipes.")
 @verbosity

@@ -15,6 +15,7 @@ from tilewright.cli.commands.chat_models.plan_model import named_model, plan_mod
 from tilewright.cli.commands.machine.plan_cards import names_of, plan_cards
 from tilewright.cli.commands.machine.plan_mesh import check_options, plan_mesh
 from tilewright.cli.common import (
+    PathName,
     RecipeCommand,
     echo,
     gc_paused,
@@ -64,9 +65,13 @@ if TYPE_CHECKING:
     help="Explain the decisions for one layer, as layer.7; with --world a line of the table, as 2.",
 )
 @click.option("--compare", default="", metavar="OTHER", help="Compare with another recipe or a plan file.")
-@click.option("--out", default="", metavar="FILE", help="Write the plan to a TOML file.")
+@click.option("--out", default="", metavar="FILE", type=PathName(str), help="Write the plan to a TOML file.")
 @click.option(
-    "--html", default="", metavar="FILE", help="Write an HTML page with memory over a step and memory against time."
+    "--html",
+    default="",
+    metavar="FILE",
+    type=PathName(str),
+    help="Write an HTML page with memory over a step and memory against time.",
 )
 @click.option("--world", default=0, metavar="N", type=click.IntRange(0), help="Search the fastest mesh over N GPUs.")
 @click.option("--nodes", default="", metavar="NODESxGPUS", help="With --world: nodes and GPUs in each, as in 32x8.")

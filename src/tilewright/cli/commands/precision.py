@@ -4,7 +4,15 @@ from pathlib import Path
 
 import click
 
-from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, recipe_argument, verbosity
+from tilewright.cli.common import (
+    PathName,
+    RecipeCommand,
+    json_option,
+    overrides,
+    print_json,
+    recipe_argument,
+    verbosity,
+)
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.json_text import to_json
@@ -22,7 +30,7 @@ def precision(ctx: click.Context) -> None:
 @precision.command(cls=RecipeCommand)
 @recipe_argument
 @click.option("--budget", default="0.25%", show_default=True, help="Allowed loss increase, in percent.")
-@click.option("--out", default="policy.toml", show_default=True, type=click.Path(path_type=Path), help="Policy file.")
+@click.option("--out", default="policy.toml", show_default=True, type=PathName(), help="Policy file.")
 @click.option("--force", is_flag=True, help="Replace the files if they are there.")
 @click.option("--batches", default=4, show_default=True, type=click.IntRange(2), help="Number of calibration batches.")
 @click.option("--rows", type=click.IntRange(1), help="Rows of a batch; a micro-batch of the recipe if left out.")

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.common import FiniteRange, echo, json_option, print_json, show_table, verbosity, write_answer
+from tilewright.cli.common import (
+    FiniteRange,
+    PathName,
+    echo,
+    json_option,
+    print_json,
+    show_table,
+    verbosity,
+    write_answer,
+)
 from tilewright.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +113,9 @@ _CHOSEN_BY_LADDER = ("schedule", "virtual_stages", "table", "packing", "split")
 )
 @click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Steps, each with other documents.")
 @click.option("--ladder", is_flag=True, help="Turn levers against idle time on, one after the other.")
-@click.option("--html", default="", metavar="FILE", help="Write an HTML page with the time of each rank.")
+@click.option(
+    "--html", default="", metavar="FILE", type=PathName(str), help="Write an HTML page with the time of each rank."
+)
 @json_option
 @verbosity
 @click.pass_context

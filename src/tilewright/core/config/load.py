@@ -21,8 +21,15 @@ from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.config.toml import NONE, RECIPES, RESOLVED, TomlFile, find_recipe, inline, read_toml, toml_text
 from tilewright.core.config.unused_settings import without_effect
-from tilewright.core.config.value_messages import broken_text, by_line, not_a_section, schema_problems, unknown_setting
-from tilewright.core.errors import ConfigError, Problem, printable
+from tilewright.core.config.value_messages import (
+    broken_text,
+    by_line,
+    long_path,
+    not_a_section,
+    schema_problems,
+    unknown_setting,
+)
+from tilewright.core.errors import ConfigError, Problem, is_too_long, printable
 
 CLI = "cli"
 DEFAULT = "default"
@@ -290,6 +297,9 @@ def _validated(merged: _Values) -> Recipe:
         elif _is_broken(value):
             merged.problems.append(broken_text(path, value, merged.places[path]))
             bad.add(path)
+        elif _is_too_long(path, value):
+            merged.problems.append(long_path(path, value, merged.places[path]))
+            bad.add(path)
         else:
             known[path] = _absolute(path, value)
     # 2. Types and bounds. Bad values are taken out, so that what contradicts among the others is reported too.
@@ -320,6 +330,15 @@ def _absolute(path: str, value: object) -> object:
     if isinstance(value, dict):
         return {key: place.absolute(inner) if isinstance(inner, str) else inner for key, inner in value.items()}
     return place.absolute(value) if isinstance(value, str) else value
+
+
+def _is_too_long(path: str, value: object) -> bool:
+    """True if a loaded value, or one in it, is longer than a path can be, where its setting names one."""
+    item = setting_names.find(path)
+    if item is None or item.place is None:
+        return False
+    texts = value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(text, str) and "://" not in text and is_too_long(text) for text in texts)
 
 
 def _is_broken(value: object) -> bool:

@@ -5,7 +5,6 @@ serves messages only, and a place it cannot find is the file's name alone.
 """
 
 import difflib
-import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import tomlkit
 
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import LONGEST_NAME, LONGEST_PATH, ConfigError, is_too_long
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """Folder of the recipes shipped in the package."""
@@ -24,7 +23,6 @@ NONE = "none"
 RESOLVED = "# Resolved recipe "
 """How a recipe begins that the program wrote with all of its settings."""
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 4096  # of Linux
 _SHORT_TEXT, _SHORT_LIST = 400, 20  # characters and entries of a value in a message
 _HEADER = re.compile(r"\s*\[\[?\s*([A-Za-z0-9_.\"'-]+)\s*\]\]?\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
@@ -81,12 +79,11 @@ def find_recipe(name: str | Path, *, folder: Path | None = None, where: str = ""
 
 def _check_name(name: str | Path, where: str) -> None:
     """Raises ConfigError where no TOML file can have this name."""
-    longest = max(map(len, os.fsencode(name).split(b"/")))
-    if "\0" in str(name) or longest > _LONGEST_NAME or len(os.fsencode(name)) > _LONGEST_PATH:
+    if "\0" in str(name) or is_too_long(str(name)):
         raise ConfigError(
             "No such recipe",
             got=str(name)[:80],
-            need=f"a path without NUL, of at most {_LONGEST_PATH} bytes, names in it of at most {_LONGEST_NAME}",
+            need=f"a path without NUL, below {LONGEST_PATH} bytes, names in it of at most {LONGEST_NAME}",
             try_="tilewright init, which writes a recipe here",
             where=where,
         )

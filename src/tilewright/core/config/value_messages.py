@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from tilewright.core.config import setting_names
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import toml_text
-from tilewright.core.errors import Problem
+from tilewright.core.errors import LONGEST_NAME, LONGEST_PATH, Problem
 
 _LISTS = {True: "tilewright inspect", False: "the reference of settings"}
 _COMPARED, _LONGEST = 60, 200  # characters of a value: to compare it, to show it
@@ -65,6 +65,17 @@ def broken_text(path: str, value: object, place: str) -> Problem:
         got=got if len(got) <= _LONGEST else f"{got[:_LONGEST]}...",
         need="text in UTF-8",
         try_="a link of another name to it, where it is a path",
+        where=place,
+    )
+
+
+def long_path(path: str, value: object, place: str) -> Problem:
+    """The message about a value, a path at which no file can be."""
+    return Problem(
+        f"{path} is longer than a path can be",
+        got=toml_text(value),
+        need=f"a path below {LONGEST_PATH} bytes, names in it of at most {LONGEST_NAME}",
+        try_="a link of a shorter name to it",
         where=place,
     )
 

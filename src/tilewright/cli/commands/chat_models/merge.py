@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from tilewright.cli.common import run_argument, verbosity
+from tilewright.cli.common import PathName, run_argument, verbosity
 from tilewright.core.errors import CheckpointError
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes
@@ -12,7 +12,7 @@ from tilewright.core.units import format_bytes
 
 @click.command()
 @run_argument
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output folder; new, or empty.")
+@click.option("--out", required=True, type=PathName(), help="Output folder; new, or empty.")
 @click.option(
     "--format",
     "format_",

@@ -6,15 +6,15 @@ from typing import Any
 
 import click
 
-from tilewright.cli.common import json_option, print_json, verbosity
+from tilewright.cli.common import PathName, json_option, print_json, verbosity
 from tilewright.core import env
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_count
 
 
 @click.command()
-@click.argument("settings", default="data.toml", metavar="[DATA.TOML]", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the dataset. Default: the TOML's name.")
+@click.argument("settings", default="data.toml", metavar="[DATA.TOML]", type=PathName())
+@click.option("--out", type=PathName(), help="Folder of the dataset. Default: the TOML's name.")
 @click.option("--processes", type=click.IntRange(1), help="Processes of this machine. Default: one per core.")
 @click.option(
     "--executor",

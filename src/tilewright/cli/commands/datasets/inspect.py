@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tilewright.cli.common import echo, find_run, json_option, print_json, show_table, verbosity
+from tilewright.cli.common import PathName, echo, find_run, json_option, print_json, show_table, verbosity
 from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes
 
@@ -18,10 +18,10 @@ _MOST_REASONS = 12  # in an error, which is at most a screen
 
 
 @click.command("inspect")
-@click.argument("folder", required=False, metavar="[DIR]", type=click.Path(path_type=Path))
+@click.argument("folder", required=False, metavar="[DIR]", type=PathName())
 @click.option("--record", metavar="ID|PATH", help="Show records by id, its beginning, or file; a glob too.")
 @click.option("--reject", metavar="ID|PATH|RULE", help="Show what was dropped, by id, file, rule or stage; a glob too.")
-@click.option("--diff", "other", metavar="DIR", type=click.Path(path_type=Path), help="Compare with another build.")
+@click.option("--diff", "other", metavar="DIR", type=PathName(), help="Compare with another build.")
 @click.option("--run", metavar="RUN", help="Show the samples of a step of this run, without DIR.")
 @click.option("--step", type=click.IntRange(1), help="The step of --run.")
 @click.option("--most", type=click.IntRange(1), default=_MOST, show_default=True, help="Rows to show.")

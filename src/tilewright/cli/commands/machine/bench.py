@@ -10,7 +10,16 @@ from click.core import ParameterSource
 
 from tilewright.cli.commands.machine.bench_comm import SIZES, bench_comm
 from tilewright.cli.commands.machine.bench_step import bench_step
-from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, show_table, verbosity
+from tilewright.cli.common import (
+    PathName,
+    RecipeCommand,
+    echo,
+    json_option,
+    overrides,
+    print_json,
+    show_table,
+    verbosity,
+)
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -25,7 +34,7 @@ from tilewright.core.units import format_bytes, format_count
 @click.option("--against", default="", metavar="MODE", help="step: another precision.mode, measured beside it.")
 @click.option("--ranks", type=click.IntRange(2, 64), help="comm: processes to start here (2; under torchrun its own).")
 @click.option("--sizes", default=SIZES, show_default=True, help="comm: bytes of the tensors, in FP32.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="comm: file of links, which plans read.")
+@click.option("--out", type=PathName(dir_okay=False), help="comm: file of links, which plans read.")
 @json_option
 @verbosity
 @click.pass_context

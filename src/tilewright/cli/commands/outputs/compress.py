@@ -9,6 +9,7 @@ from tilewright.cli.commands.outputs.stage_commands import alone_in, folder_besi
 from tilewright.cli.common import (
     LATEST,
     FiniteRange,
+    PathName,
     RecipeCommand,
     echo,
     find_run,
@@ -60,7 +61,7 @@ PAGE = "compress.html"
     help="Runs to compare with; equal: the run itself for as many more steps.",
 )
 @click.option("--no-refit", is_flag=True, help="Do not fit the layers behind a cut before recovery.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of all stages. Default: RUN-compressed.")
+@click.option("--out", type=PathName(), help="Folder of all stages. Default: RUN-compressed.")
 @click.option("--time-limit", type=FiniteRange(1), default=600, show_default=True, help="Seconds per runtime.")
 @click.option("--dry-run", is_flag=True, help="Measure each cut, print what would be tried, and train nothing.")
 @json_option

@@ -8,6 +8,7 @@ import click
 from tilewright.cli.common import (
     THREADS,
     FiniteRange,
+    PathName,
     echo,
     json_option,
     print_json,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @run_argument
 @click.option("--to", "to", help="Targets, separated by commas. Default: one each for training, serving and the edge.")
-@click.option("--out", type=click.Path(path_type=Path), help="Output folder. Default: exports in the run folder.")
+@click.option("--out", type=PathName(), help="Output folder. Default: exports in the run folder.")
 @click.option("--no-proof", is_flag=True, help="Write only, and run nothing.")
 @click.option(
     "--without-tokenizer", is_flag=True, help="Write GGUF without a tokenizer where llama.cpp knows none equal."

@@ -8,6 +8,7 @@ import click
 from tilewright.cli.commands.outputs.stage_commands import alone_in, folder_beside, page_behind, say_aside, write_page
 from tilewright.cli.common import (
     LATEST,
+    PathName,
     RecipeCommand,
     echo,
     json_option,
@@ -43,7 +44,7 @@ PAGE = "search.html"
 @click.option("--candidates", type=click.IntRange(1), default=3, show_default=True, help="Shapes that are trained.")
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Tokens before a cached one.")
 @click.option("--no-uniform", is_flag=True, help="Do not train the best shape whose layers are alike.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of all stages. Default: RUN-searched.")
+@click.option("--out", type=PathName(), help="Folder of all stages. Default: RUN-searched.")
 @click.option("--dry-run", is_flag=True, help="Print the choices of each layer and the hours, and train nothing.")
 @json_option
 @verbosity
