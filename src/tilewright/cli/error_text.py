@@ -50,9 +50,11 @@ def is_of_others(error: RuntimeError) -> bool:
     ranks = env.ranks()
     if ranks.world == 1:
         return False
-    from tilewright.parallel.liveness.ending import others_failed
+    from tilewright.parallel.liveness.ending import is_lost_store, others_failed
 
     failed = others_failed()
+    if not failed and ranks.rank and is_lost_store(error):
+        failed = [0]
     if failed:
         first = f"{error}".partition("\n")[0]
         click.echo(f"rank {ranks.rank} of {ranks.world} ends since rank {failed[0]} did: {first}", err=True)

@@ -9,7 +9,7 @@ torchrun names the ranks in the environment. One process needs none of this: no 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from tilewright.core import env
 from tilewright.core.env import Ranks
 from tilewright.core.errors import HardwareError, TilewrightError
 from tilewright.parallel.agree import from_first, gather
+from tilewright.parallel.liveness.ending import part
 from tilewright.parallel.liveness.rendezvous import Meeting, meet, raise_where_unequal
 from tilewright.parallel.mesh import MeshSizes
 from tilewright.parallel.world import World, join
@@ -68,20 +69,33 @@ def launched(
         meeting = Meeting(everyone.get_group_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
     else:
         meeting = meet(ranks, timeout_s)
-    _compare(meeting, facts, details)
-    sizes = sizes.fill(meeting.world)
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    if not there:
-        if device != "cpu":  # on all ranks, so that one without a GPU is named
-            on_gpu = take_gpu(ranks, meeting) is not None
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        # Without `device_id`: with it a mesh would split its groups off this one, and torch (2.13) hands NCCL's options
-        # to gloo's part of them (pytorch #182057). Made apart from it they have both backends.
-        dist.init_process_group(backend, timeout=limit, store=meeting.store, rank=ranks.rank, world_size=ranks.world)
-    world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"), limit)
-    yield replace(world, meeting=meeting)
+    with nullcontext() if there or env.agent_store() is not None else _parting(meeting):
+        _compare(meeting, facts, details)
+        sizes = sizes.fill(meeting.world)
+        on_gpu = device != "cpu" and torch.cuda.is_available()
+        if not there:
+            if device != "cpu":  # on all ranks, so that one without a GPU is named
+                on_gpu = take_gpu(ranks, meeting) is not None
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+            # Without `device_id`: with it a mesh would split its groups off this one, and torch (2.13) hands NCCL's
+            # options to gloo's part of them (pytorch #182057). Made apart from it they have both backends.
+            dist.init_process_group(
+                backend, timeout=limit, store=meeting.store, rank=ranks.rank, world_size=ranks.world
+            )
+        world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"), limit)
+        yield replace(world, meeting=meeting)
     if not there:  # not after an error: the others may be in the middle of a collective
         dist.destroy_process_group()
+
+
+@contextmanager
+def _parting(meeting: Meeting) -> Iterator[None]:
+    """Part from a launch's store, which is in the first rank's process, where a user's error ends the run."""
+    try:
+        yield
+    except TilewrightError:
+        part(meeting.store, meeting.rank, meeting.world)
+        raise
 
 
 def _compare(meeting: Meeting, facts: Mapping[str, str], details: Callable[[], Mapping[str, Any]]) -> None:
