@@ -20,7 +20,7 @@ SMALL = st.integers(-5, 5)
 def programs(draw):
     columns = [
         Column(draw(SMALL), lower, lower + draw(st.integers(0, 3)), whole=True)
-        for lower in draw(st.lists(st.integers(-2, 2), min_size=1, max_size=3))
+        for lower in draw(st.lists(st.integers(-2, 2), max_size=3))
     ]
     rows = []
     for _ in range(draw(st.integers(0, 3))):

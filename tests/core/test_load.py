@@ -277,8 +277,8 @@ def test_a_recipe_that_a_run_wrote_has_no_notes_what_is_typed_beside_it_has(tmp_
     assert len(loaded.notes) == 2
     write_run_toml(loaded, tmp_path / name)
     assert load_recipe(tmp_path / name, environ={}).notes == ()
-    for typed, given in (({"optim.momentum": "0.5"}, {}), ({}, {"TILEWRIGHT_OPTIM_MOMENTUM": "0.5"})):
-        (note,) = load_recipe(tmp_path / name, typed, environ=given).notes
+    for typed, environ in (({"optim.momentum": "0.5"}, {}), ({}, {"TILEWRIGHT_OPTIM_MOMENTUM": "0.5"})):
+        (note,) = load_recipe(tmp_path / name, typed, environ=environ).notes
         assert note.startswith("optim.momentum has no effect here")
     child = write(tmp_path, "child.toml", f'extends = "{name}"\n[optim]\nmomentum = 0.5\n')
     (note,) = load_recipe(child, environ={}).notes

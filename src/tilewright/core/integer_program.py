@@ -93,6 +93,8 @@ def minimise(
 def _solved(
     columns: tuple[Column, ...], rows: tuple[RowContent, ...], gap: float, nodes: int, patience_s: float
 ) -> Solution | None:
+    if not columns:  # of which HiGHS says neither that it is solved nor that it cannot be
+        return Solution((), 0.0) if all(lower <= 0 <= upper for _, lower, upper in rows) else None
     import highspy  # here: most commands need no solver
     import numpy as np
 

@@ -82,6 +82,7 @@ def test_halves_find_the_largest_cut_inside(count, tries):
 
 def test_no_cut_within_the_widest_limit_is_no_plan():
     assert cut_plans([CutCost("ffn", 0.5, 32, 64, 0.5, 0.0, 10, 0.9)], 0.01, "bytes") == []
+    assert cut_plans([], 0.01, "bytes") == [], "a model without anything to cut"
 
 
 def test_rise_and_error_are_those_of_rows():

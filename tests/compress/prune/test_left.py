@@ -117,6 +117,22 @@ def test_units_whose_importance_is_not_known_stay_whole():
     assert "--importance l1" in error.value.problems[0].got
 
 
+def test_units_that_are_too_few_for_a_cut_stay_whole():
+    """Those of an FFN go in multiples of 32: of 32 none may. The other kinds are cut."""
+    import transformers
+
+    model = drawn(load_hf(transformers.LlamaConfig(**_LM | {"intermediate_size": 32}), "causal_lm", kernels=KERNELS))
+    batches, said = [batch_of(model)], []
+    whole = row_losses_of(model, {"text": batches})
+    asked = {"batches": batches, "say": said.append, "record": {}, "refit": False}
+    found = sensitivities(model, whole, {"text": batches}, ("ffn", "heads"), "l1", **asked)
+    assert {cost.kind for cost in found} == {"heads"}
+    assert any(line.startswith("ffn stay whole: 32 of them") for line in said)
+    with pytest.raises(ConfigError, match="Nothing of this model can be cut") as error:
+        sensitivities(model, whole, {"text": batches}, ("ffn",), "l1", **asked)
+    assert error.value.problems[0].try_ == "--cut heads,layers"
+
+
 @pytest.mark.parametrize("positions", [8, 16, 31])
 def test_models_of_few_positions_are_cut_and_timed(positions):
     """Of learned positions there are no more: neither rows that a cut is tried on nor timed ones are longer."""

@@ -103,7 +103,13 @@ def sensitivities(
     for kind in there:
         # The numbers of units that the shares leave, the largest first; a number that cuts nothing is none.
         widths = {left(units[kind][0], share, MULTIPLE.get(kind, 1)): share for share in reversed(SHARES)}
-        widths.pop(units[kind][0].count.units, None)
+        whole_width = units[kind][0].count.units
+        widths.pop(whole_width, None)
+        if not widths:
+            reasons[kind] = f"{whole_width} of them, which go in multiples of {MULTIPLE.get(kind, 1)}"
+            say(f"{kind} stay whole: {reasons[kind]}")
+            del units[kind]
+            continue
         for number, share in sorted(widths.items(), reverse=True):
             cut = partial(prune, model, {kind: share}, importance=importance, batches=batches, refit=refit)
             name = f"{kind} -> {number}"
