@@ -129,3 +129,14 @@ def test_ranks_speak_for_themselves_where_torchruns_store_is_gone(rank, second_o
     monkeypatch.setattr(ending, "_store", lambda: store)
     assert ending.prints("the error")
     assert ending.others_failed() == []
+
+
+@pytest.mark.parametrize("failed", [[0], [2], [0, 2], []])
+def test_a_rank_asks_which_others_end_too(failed, monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    said = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**said, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for rank in [*failed, 1]:  # its own error is none of another's
+        dist.PrefixStore("tilewright/end/0", store).set(str(rank), "an error")
+    assert ending.others_failed() == failed
