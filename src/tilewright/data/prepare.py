@@ -41,7 +41,7 @@ from tilewright.data.stages.merge_shards import TOKENS
 
 Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
 _STREAMING = Streaming()
-_CHAT_FORMAT = 7  # of entries of conversations
+_CHAT_FORMAT = 8  # of entries of conversations
 _FORMAT = 7  # of the cache entries; a change makes old entries unused
 
 

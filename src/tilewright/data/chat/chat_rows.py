@@ -21,6 +21,7 @@ from tilewright.data.chat.errors import ChatError
 from tilewright.data.chat.messages import FIRST, REASONING, Row, check_messages, parsed, read_messages, say
 from tilewright.data.chat.said_texts import leaves_of
 from tilewright.data.chat.tools import read_tools
+from tilewright.data.common.records import HALF_PAIR
 from tilewright.data.sources.path_purpose import ROW_OF_CHAT, ROW_OF_PREFERENCES
 
 PREFERENCES: Final = "preferences"
@@ -140,10 +141,14 @@ class RowReader:
             ChatError: it is no row, or one that cannot be used.
         """
         try:
+            text.encode()
             row = json.loads(text)
             if not isinstance(row, dict):
                 raise ChatError("row that is not an object", got=type(row).__name__)
             read = read_whole(without_none(row) if of_table else row, self._pairs)
+            json.dumps(read.found, ensure_ascii=False).encode()  # JSON in a text of the row may have escaped halves
+        except UnicodeEncodeError as error:
+            raise ChatError(HALF_PAIR, got=error.reason) from error
         except (ValueError, RecursionError) as error:
             raise ChatError("row that cannot be read", got=str(error)) from error
         self.shapes.setdefault(file, Counter())[read.shape] += 1
