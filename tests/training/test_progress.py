@@ -160,3 +160,14 @@ def test_on_a_terminal_the_live_line_is_enough(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     with train_progress.open_pulse() as pulse:
         assert pulse._thread is None
+
+
+def test_a_phase_takes_the_seconds_between_its_beginning_and_the_next_ones():
+    began = time.perf_counter()
+    with ProgressBar("work") as progress:
+        progress.phase("first")
+        time.sleep(0.3)
+        progress.phase("second")
+    whole = time.perf_counter() - began
+    assert 0.3 <= progress.seconds["first"] <= whole + 1e-3
+    assert 0 <= progress.seconds["second"] <= whole - 0.3 + 1e-3

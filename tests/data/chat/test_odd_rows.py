@@ -1,5 +1,7 @@
 """Rows with fields of any kind: read as one of the shapes, or refused with a reason. Never a traceback."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from tests.draws import examples
 from tilewright.data.chat.chat_rows import read_whole
 from tilewright.data.chat.errors import ChatError
+from tilewright.data.chat.messages import say
 
 TALK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 MESSAGE_FIELDS = (
@@ -50,3 +53,14 @@ def test_any_fields_are_a_row_or_a_reason(row, pairs):
 def test_pairs_without_an_answer_behind_the_prompt(answers):
     with pytest.raises(ChatError, match="without an answer"):
         read_whole({"prompt": TALK, **answers}, pairs=True)
+
+
+@pytest.mark.parametrize(("who", "what"), [("role", "content"), ("from", "value")])
+def test_a_prompt_that_is_messages_as_json_is_read_as_them(who, what):
+    message = {who: "user", what: "hi"}
+    for prompt in ([message], message):
+        read = read_whole({"prompt": json.dumps(prompt), "completion": "yes"}, pairs=False)
+        assert read.found["messages"] == [say("user", "hi"), say("assistant", "yes")]
+    for text in map(json.dumps, ([{"n": 1}], {"n": 1}, [message, 3], [])):  # a text that happens to be JSON
+        read = read_whole({"prompt": text, "completion": "yes"}, pairs=False)
+        assert read.found["messages"] == [say("user", text), say("assistant", "yes")]

@@ -300,7 +300,9 @@ def _prompt(row: Mapping[str, Any]) -> list[Row]:
 def _messages(value: Any, role: str) -> list[Row]:
     """Read the messages of a chat row: a list, or one message of `role` whose text this is."""
     listed = parsed(value)
-    if isinstance(listed, list) and (not isinstance(value, str) or all(_is_message(item) for item in listed)):
+    if isinstance(listed, list) and not isinstance(value, str):
+        return read_messages(listed)
+    if isinstance(listed, list) and listed and all(map(_is_message, listed)):  # "[]" is a text, as of code
         return read_messages(listed)
     if isinstance(value, dict) or (isinstance(listed, dict) and _is_message(listed)):
         return read_messages([listed])

@@ -83,7 +83,6 @@ class TrainState:
         """The state of a checkpoint that is not tensors, in JSON types. All ranks call it: names of the model are those
         of all."""
         return {
-            "format": 1,
             "model": _fingerprint(self._of_all(self.model.state_dict())),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "rng": host_states(),
