@@ -15,8 +15,9 @@ import click
 
 from tilewright.cli.table_layout import lay_out
 from tilewright.core import env, log
+from tilewright.core.config.section import is_too_long
 from tilewright.core.env import MOST_THREADS
-from tilewright.core.errors import ConfigError, DataError, is_too_long, path_error
+from tilewright.core.errors import ConfigError, DataError, path_error
 from tilewright.core.json_text import to_json
 from tilewright.core.log import say
 

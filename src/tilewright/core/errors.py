@@ -157,18 +157,6 @@ LONGEST_NAME, LONGEST_PATH = 255, 4096
 """Bytes of a path that a user's error is about, and of each name in it, of Linux."""
 
 
-def is_too_long(path: str) -> bool:
-    """True if no file can be at a path that a user gave: an error, whatever is done with it. Python's own tests of
-    paths raise an OSError for it, and say False for one that is not there.
-
-    Example:
-        >>> is_too_long("a" * 255 + "/" + "b" * 255), is_too_long("é" * 128)
-        (False, True)
-    """
-    raw = os.fsencode(path)
-    return len(raw) >= LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME
-
-
 def is_of_path(error: BaseException) -> bool:
     """True if an error is about a path alone, whatever was to be done with it: it is too long, or in a folder that this
     user may not look into.
@@ -183,7 +171,7 @@ def is_of_path(error: BaseException) -> bool:
 
 
 def path_error(path: str, got: str = "") -> ConfigError:
-    """The error for a user about a path that cannot be used: `is_too_long`, or of an error that `is_of_path`.
+    """The error for a user about a path that cannot be used: it is too long, or an error that `is_of_path` came of it.
 
     Args:
         path: that was given.

@@ -19,6 +19,7 @@ from tilewright.core.atomic_io import write_whole
 from tilewright.core.config import setting_names
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.recipe import Recipe, TrainSection
+from tilewright.core.config.section import is_too_long
 from tilewright.core.config.toml import NONE, RECIPES, RESOLVED, TomlFile, find_recipe, inline, read_toml, toml_text
 from tilewright.core.config.unused_settings import without_effect
 from tilewright.core.config.value_messages import (
@@ -29,7 +30,7 @@ from tilewright.core.config.value_messages import (
     schema_problems,
     unknown_setting,
 )
-from tilewright.core.errors import ConfigError, Problem, is_too_long, printable
+from tilewright.core.errors import ConfigError, Problem, printable
 
 CLI = "cli"
 DEFAULT = "default"

@@ -6,12 +6,25 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tilewright.core.errors import LONGEST_NAME, LONGEST_PATH
 from tilewright.core.units import parse_bytes
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(le=2**63 - 1)]
 """A size, also as text with a unit."""
 Count = Annotated[int, Field(le=2**31 - 1)]
 """A number of things. More than fits 31 bits is a slip, found before anything is multiplied or allocated."""
+
+
+def is_too_long(path: str) -> bool:
+    """True if no file can be at a path that a user gave: an error, whatever is done with it. Python's own tests of
+    paths raise an OSError for it, and say False for one that is not there.
+
+    Example:
+        >>> is_too_long("a" * 255 + "/" + "b" * 255), is_too_long("é" * 128)
+        (False, True)
+    """
+    raw = os.fsencode(path)
+    return len(raw) >= LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import tomlkit
 
-from tilewright.core.errors import LONGEST_NAME, LONGEST_PATH, ConfigError, is_too_long
+from tilewright.core.config.section import is_too_long
+from tilewright.core.errors import LONGEST_NAME, LONGEST_PATH, ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """Folder of the recipes shipped in the package."""
