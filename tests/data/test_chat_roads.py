@@ -217,6 +217,7 @@ _NO_SHAPE = json.dumps({"text": "\ud800"}).encode()
 
 @example(files=[("a/", (".jsonl", _json_of("\ud800")))])  # a build ended in a traceback
 @example(files=[("a/", (".jsonl", _UNREAD)), ("b/", (".jsonl.gz", _gzip(_NO_SHAPE)))])
+@example(files=[("a/", (".jsonl.gz", _gzip(b"\xef\xbb\xbf"))), ("b/", (".jsonl", b"\xef\xbb\xbf"))])
 @given(files=_files)
 @examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ids_masks_reasons_and_copies_are_the_same(model, tmp_path_factory, files):
@@ -230,9 +231,8 @@ def test_ids_masks_reasons_and_copies_are_the_same(model, tmp_path_factory, file
     assert recipe["duplicates"] == found[0]["documents"][DUPLICATE]
     for name in ("not_read", "rendered_again", "saved_tokens"):
         assert built["chat"][name] == recipe["chat"][name], name
-    if DUPLICATE not in built["refused"] and not any(
-        nothing
-    ):  # which of two equal ones stays decides which file is used
+    # Which of two equal ones stays decides which file is used.
+    if DUPLICATE not in built["refused"] and not any(nothing):
         assert found[0]["files"] == found[1]["files"]
         assert built["read"]["files"]["used"] == recipe["read"]["files"]["used"]
 

@@ -37,13 +37,13 @@ def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = Fals
         field: of the object that holds the text; None: the whole object is wanted, as JSON.
         bare: a row may also be the text itself.
     """
-    if not line.strip():
+    data = line.removeprefix(codecs.BOM_UTF8)
+    if not data.strip():
         return
 
     def reject(reason: str, example: str) -> Rejected:
         return rejected(name, reason, f"{at}: {example}", num_bytes=len(line))
 
-    data = line.removeprefix(codecs.BOM_UTF8)
     try:
         value = json.loads(data.decode())
     except UnicodeDecodeError as error:
