@@ -2,7 +2,8 @@
 
 Not drawn, since the roads differ by intent: text files (a recipe reads no such type, a build takes each as a row),
 bytes that are no Unicode (a build guesses their encoding), and compressed files that are truncated (a build reads all
-that could be unpacked, a recipe leaves out the line that is cut).
+that could be unpacked, a recipe leaves out the line that is cut). Nor conversations of NULs
+alone: a build takes NULs out of a row's text, which is blank then; a recipe trains on them.
 """
 
 import csv
@@ -33,7 +34,7 @@ SAME = {"duplicates": {"near": False}, "split": {"holdout": 0.2}}
 """Settings of a build that does what a recipe does: only equal conversations are dropped."""
 _said = st.one_of(
     st.integers(0, 5).map(lambda number: f"word {number} river"),  # few, so that some are equal
-    st.sampled_from(["", " ", "\n", "\0", "one\0two", "cafe\u0301", "\ufeffone", "\u2028x", "漢字 🦊", "\ud800", "{}"]),
+    st.sampled_from(["", " ", "\n", "one\0two", "cafe\u0301", "\ufeffone", "\u2028x", "漢字 🦊", "\ud800", "{}"]),
     st.sampled_from(
         ["one\r\ntwo\rthree", "null", "[1]", '"q"', " lead ", "<|im_end|>", "<think>a</think>b", "a" * 200]
     ),
