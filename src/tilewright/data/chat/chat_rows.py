@@ -146,7 +146,8 @@ class RowReader:
             if not isinstance(row, dict):
                 raise ChatError("row that is not an object", got=type(row).__name__)
             read = read_whole(without_none(row) if of_table else row, self._pairs)
-            json.dumps(read.found, ensure_ascii=False).encode()  # JSON in a text of the row may have escaped halves
+            if "\\u" in text:  # JSON in a text of the row may have escaped halves
+                json.dumps(read.found, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ChatError(HALF_PAIR, got=error.reason) from error
         except (ValueError, RecursionError) as error:
